@@ -1,0 +1,89 @@
+"""Checkpoints by orbax: nested dicts of plain names under RUN/ckpt/STEP. The only room with orbax."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from normstudy.errors import UserError
+from normstudy.trees import from_dict, to_dict
+
+FOLDER = "ckpt"
+
+# orbax tells every save at the level of a warning or of absl's info; our own lines say what matters
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def save(run_folder: Path, step: int, state: Any) -> None:
+    """Write the state after `step` updates, and wait until it is whole on the disk."""
+    with _open(run_folder) as checkpointer:
+        if step not in _steps(checkpointer):
+            checkpointer.save(step, to_dict(state))
+
+
+def latest(run_folder: Path) -> int | None:
+    """Step of the newest checkpoint, or None."""
+    found = steps(run_folder)
+    return found[-1] if found else None
+
+
+def steps(run_folder: Path) -> list[int]:
+    """Steps that have a checkpoint, in order."""
+    if not (run_folder / FOLDER).is_dir():
+        return []
+    with _open(run_folder) as checkpointer:
+        return _steps(checkpointer)
+
+
+def restore(run_folder: Path, step: int, like: Any) -> Any:
+    """The state at `step` with the structure, shapes and shardings of `like` (abstract arrays).
+
+    Raises UserError when a path is missing or has another shape than the config gives.
+    """
+    with _open(run_folder) as checkpointer:
+        from_dict(like, _metadata(checkpointer, run_folder, step))  # names a mismatch before orbax
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            to_dict(like),
+        )
+        return from_dict(like, checkpointer.load(step, wanted))
+
+
+def locate(path: Path, step: int | None) -> tuple[Path, int]:
+    """(run folder, step) for a run folder, its ckpt folder, or one checkpoint in it.
+
+    Raises UserError when there is no checkpoint, or not that one (lists those there are).
+    """
+    path = path.resolve()
+    if path.parent.name == FOLDER and path.name.isdigit():
+        path, step = path.parent.parent, int(path.name) if step is None else step
+    elif path.name == FOLDER:
+        path = path.parent
+    found = steps(path)
+    if not found:
+        raise UserError(f"{path} holds no checkpoint (looked in {path / FOLDER})")
+    if step is not None and step not in found:
+        raise UserError(f"{path} has no checkpoint at step {step}; it has {found}")
+    return path, found[-1] if step is None else step
+
+
+def _open(run_folder: Path) -> ocp.training.Checkpointer:
+    return ocp.training.Checkpointer(
+        (run_folder / FOLDER).resolve(),
+        save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+    )
+
+
+def _steps(checkpointer: ocp.training.Checkpointer) -> list[int]:
+    return sorted(found.step for found in checkpointer.checkpoints)
+
+
+def _metadata(checkpointer: ocp.training.Checkpointer, run_folder: Path, step: int) -> Any:
+    try:
+        return checkpointer.metadata(step).metadata
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"checkpoint {step} of {run_folder} cannot be read: {error}") from None

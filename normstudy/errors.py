@@ -1,0 +1,28 @@
+"""Errors for people: one message, one exit code, no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input. The message says what was wrong, where, and what to do."""
+
+    exit_code = 2
+
+
+class Interrupted(UserError):
+    """Ctrl-C: everything was saved; the message says how to go on."""
+
+    exit_code = 130
+
+
+def choose(kind: str, name: str, valid: Iterable[str]) -> str:
+    """The name itself when it is valid; else a UserError that lists the valid ones."""
+    names = list(valid)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(names)}")

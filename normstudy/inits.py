@@ -1,0 +1,60 @@
+"""How large each parameter is at step 0: one normal law, and a standard deviation by role.
+
+The numbers depend on the config alone, so they enter the compiled init as data: all arms with
+the same shapes share one init program.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array
+
+from normstudy import theory
+from normstudy.config import Init, Model
+from normstudy.roles import ROLES, Role
+
+RULES = {
+    "xavier": lambda fan_in, fan_out, std: theory.xavier_std(fan_in, fan_out),
+    "kaiming": lambda fan_in, fan_out, std: theory.kaiming_std(fan_in),
+    "normal": lambda fan_in, fan_out, std: std,
+}
+
+
+def standard_deviations(model: Model, init: Init, beta: float) -> dict[str, float]:
+    """{role: standard deviation at step 0} for every matrix; beta: the placement's constant."""
+    sizes = {"D": model.width, "F": model.ff, "V": model.vocab, "T": model.context}
+    stds = {}
+    for name, role in ROLES.items():
+        if role.fan is None:
+            continue
+        fan_in, fan_out = (sizes[letter] for letter in role.fan)
+        if role.branch:
+            rule = RULES[init.init](fan_in, fan_out, init.init_std)
+            stds[name] = rule * init.gain * _depth_factor(role, model, init, beta)
+        else:  # tables and readout: unit logits and, times sqrt(width), unit stream (2017, 3.4)
+            stds[name] = model.width**-0.5
+            if name != "readout" and init.embed_std is not None:
+                stds[name] = init.embed_std
+    return stds
+
+
+def gains_over_xavier(model: Model, stds: dict[str, float]) -> dict[str, float]:
+    """{branch matrix: its std over Xavier's}: what has to match between widths, not the std."""
+    sizes = {"D": model.width, "F": model.ff}
+    return {
+        name: stds[name] / theory.xavier_std(*(sizes[letter] for letter in role.fan))
+        for name, role in ROLES.items()
+        if role.branch and role.fan is not None
+    }
+
+
+def matrix(key: Array, shape: tuple[int, ...], std: Array | float) -> Array:
+    """A float32 matrix of normal entries, mean 0, standard deviation std."""
+    return std * jax.random.normal(key, shape)
+
+
+def _depth_factor(role: Role, model: Model, init: Init, beta: float) -> float:
+    factor = beta if role.beta else 1.0
+    if role.out and init.depth_scaled:
+        factor *= theory.depth_scale(model.layers)
+    return factor

@@ -1,0 +1,127 @@
+"""Decoder-only transformer: embed, scan the stack, read out. Taps are returned, never sown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from normstudy import config
+from normstudy.dims import Logits, Stream, Streams, Tokens
+from normstudy.inits import matrix
+from normstudy.norms import Norm
+from normstudy.placements import PLACEMENTS
+from normstudy.sublayers import Attention, Mlp
+
+
+class Sublayer(nnx.Module):
+    """A branch f and its norms, joined to the stream by the placement's equation."""
+
+    def __init__(self, cfg: config.Model, f: nnx.Module):
+        self.cfg, self.f = cfg, f
+        for name in PLACEMENTS[cfg.placement].norms:
+            setattr(self, name, Norm(cfg.norm, cfg.width, cfg.norm_eps))
+
+    def __call__(self, x: Stream, *, skip_only: bool = False) -> tuple[Stream, dict[str, Array]]:
+        """The stream after this sublayer, and its taps (factor of each norm, branch share).
+
+        skip_only: stop the gradient through the branch, so that derivatives see the skip path.
+        """
+        place = PLACEMENTS[self.cfg.placement]
+        c = place.constants(self.cfg.layers)
+        taps: dict[str, Array] = {}
+
+        def norm(name: str):
+            def call(h: Stream) -> Stream:
+                y, factor = getattr(self, name).measured(h)
+                taps[f"norm_factor_{name}"] = jnp.mean(factor)
+                return y
+
+            return call
+
+        def branch(h: Stream) -> Stream:
+            y = self.f(h)  # type: ignore[operator]
+            taps["branch_share"] = _variance(y) / _variance(c.alpha * x)
+            return jax.lax.stop_gradient(y) if skip_only else y
+
+        norms = SimpleNamespace(**{name: norm(name) for name in place.norms})
+        return place.equation(x, branch, norms, c), taps
+
+
+class Block(nnx.Module):
+    """Attention, then MLP: one layer of the stack."""
+
+    def __init__(self, cfg: config.Model, stds: dict, key: Array):
+        attn_key, mlp_key = jax.random.split(key)
+        self.attn = Sublayer(cfg, Attention(cfg, stds, attn_key))
+        self.mlp = Sublayer(cfg, Mlp(cfg, stds, mlp_key))
+
+    def __call__(self, x: Stream, *, skip_only: bool = False) -> tuple[Stream, dict[str, Any]]:
+        x, attn = self.attn(x, skip_only=skip_only)
+        x, mlp = self.mlp(x, skip_only=skip_only)
+        return x, {"attn": attn, "mlp": mlp}
+
+
+class Model(nnx.Module):
+    """The language model. Parameters in float32; layers are one stacked pytree, axis 0 = L."""
+
+    def __init__(self, cfg: config.Model, stds: dict, key: Array):
+        self.cfg = cfg
+        embed_key, position_key, layer_key, readout_key = jax.random.split(key, 4)
+        self.embed = nnx.Param(matrix(embed_key, (cfg.vocab, cfg.width), stds["embed"]))
+        self.positions = nnx.Param(
+            matrix(position_key, (cfg.context, cfg.width), stds["positions"])
+        )
+        keys = jax.random.split(layer_key, cfg.layers)
+        self.layers = jax.vmap(lambda k: Block(cfg, stds, k))(keys)
+        if PLACEMENTS[cfg.placement].final_norm:
+            self.final = Norm(cfg.norm, cfg.width, cfg.norm_eps)
+        if not cfg.tied:
+            self.readout = nnx.Param(
+                matrix(readout_key, (cfg.width, cfg.vocab), stds["readout"])
+            )
+
+    def start(self, tokens: Tokens) -> Stream:
+        """x_0 = multiplier * E[token] + P[position]. Source: Vaswani et al. 2017, section 3.4."""
+        multiplier = self.cfg.embed_multiplier
+        multiplier = self.cfg.width**0.5 if multiplier is None else multiplier
+        return multiplier * self.embed[...][tokens] + self.positions[...][: tokens.shape[1]]
+
+    def stack(
+        self, x: Stream, nudge: Streams | None = None, *, skip_only: bool = False
+    ) -> tuple[Stream, Streams, dict[str, Any]]:
+        """(x_L, streams x_0..x_L, taps with axis 0 = L). nudge[l] is added to x_l."""
+
+        def layer(x, xs):
+            block, nudge = xs
+            x = x if nudge is None else x + nudge
+            y, taps = block(x, skip_only=skip_only)
+            return y, (x, taps)
+
+        below = None if nudge is None else nudge[:-1]
+        # recompute each layer in the backward pass: on a CPU the step takes half the time (writing
+        # and reading residuals costs more than the layer itself), and memory falls by a factor of ten
+        layer = jax.checkpoint(layer, prevent_cse=False)
+        top, (inputs, taps) = jax.lax.scan(layer, x, (self.layers, below))
+        top = top if nudge is None else top + nudge[-1]
+        return top, jnp.concatenate([inputs, top[None]]), taps
+
+    def read(self, x: Stream) -> Logits:
+        """Logits from x_L: final norm where the placement has one, then the readout."""
+        if PLACEMENTS[self.cfg.placement].final_norm:
+            x = self.final(x)
+        readout = self.embed[...].T if self.cfg.tied else self.readout[...]
+        return x @ readout.astype(x.dtype)
+
+    def __call__(self, tokens: Tokens, nudge: Streams | None = None) -> Logits:
+        return self.read(self.stack(self.start(tokens), nudge)[0])
+
+
+def _variance(x: Stream) -> Array:
+    """Variance over the channels, averaged over positions, in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.mean(jnp.var(wide, -1))

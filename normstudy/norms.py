@@ -1,0 +1,58 @@
+"""What a norm computes. Where it sits is a row of placements.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+def layer_norm(x: Float[Array, "*B D"], eps: float) -> tuple[Array, Array]:
+    """((x - mean) / sigma, 1 / sigma), sigma = sqrt(var + eps), statistics in float32 or wider.
+
+    Source: Ba et al. 2016 (1607.06450), equation 4. Returns shapes (*B, D) and (*B,).
+    """
+    wide = _wide(x)
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+    return (centred * inverse).astype(x.dtype), inverse[..., 0]
+
+
+def rms_norm(x: Float[Array, "*B D"], eps: float) -> tuple[Array, Array]:
+    """(x / sigma, 1 / sigma), sigma = sqrt(mean x^2 + eps). Source: Zhang & Sennrich 2019."""
+    wide = _wide(x)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return (wide * inverse).astype(x.dtype), inverse[..., 0]
+
+
+NORMS = {"layer": layer_norm, "rms": rms_norm}
+
+
+class Norm(nnx.Module):
+    """A norm with its gain (scale) and, for LayerNorm, its shift (bias); 1 and 0 at init."""
+
+    def __init__(self, kind: Literal["layer", "rms"], width: int, eps: float):
+        self.kind, self.eps = kind, eps
+        self.scale = nnx.Param(jnp.ones(width))
+        if kind == "layer":
+            self.bias = nnx.Param(jnp.zeros(width))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return self.measured(x)[0]
+
+    def measured(self, x: Float[Array, "*B D"]) -> tuple[Array, Array]:
+        """The output, and the norm factor rms(scale) / sigma at each position: (*B, D), (*B,)."""
+        y, inverse = NORMS[self.kind](x, self.eps)
+        scale = self.scale[...]
+        y = y * scale.astype(x.dtype)
+        if self.kind == "layer":
+            y = y + self.bias[...].astype(x.dtype)
+        return y, inverse * jnp.sqrt(jnp.mean(_wide(scale) ** 2))
+
+
+def _wide(x: Array) -> Array:
+    """float32 at least: the reductions of a norm overflow and lose digits in bfloat16."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,42 @@
+"""The optimizer, without its learning rate.
+
+The rate enters the compiled step as data, from the audited table of schedules.py: what is printed
+is what is applied, and arms that differ in their schedule alone share one program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+
+from normstudy.config import Optim
+from normstudy.roles import ROLES, role_of
+from normstudy.trees import path_names
+
+
+def static_part(optim: Optim) -> Optim:
+    """The config with its schedule fields at their defaults: what the compiled step depends on."""
+    plain = Optim()
+    schedule = ("lr", "schedule", "warmup", "end_fraction", "decay_fraction", "schedule_scale")
+    return dataclasses.replace(optim, **{name: getattr(plain, name) for name in schedule})
+
+
+def direction(optim: Optim) -> optax.GradientTransformation:
+    """Gradient -> direction; the update is minus learning rate times it."""
+    adam = optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps)
+    chains = {
+        "sgd": [],
+        "adam": [adam],
+        "adamw": [adam, optax.add_decayed_weights(optim.weight_decay, mask=decayed)],
+    }
+    clip = [optax.clip_by_global_norm(optim.clip)] if optim.clip else []
+    return optax.chain(*clip, *chains[optim.optimizer])
+
+
+def decayed(params):
+    """Mask with the structure of params: True where the role takes weight decay."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: ROLES[role_of(path_names(path))].decay, params
+    )

@@ -1,0 +1,113 @@
+"""What became of a run, by rule, from its loss curve. Never just "diverged"."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+WORDS = {
+    "trained": "better than the unigram entropy H1, and near its best at the end",
+    "stalled": "never better than H1, and no longer falling",
+    "collapsed": "was better than H1, fell back to it and stayed",
+    "diverged": "non-finite, or above its start and not coming back",
+    "spiked": "trained, but the smoothed loss once rose far above its best and came back",
+    "undecided": "warmup not over, still falling, or in the middle of a rise or a fall",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers behind the words; losses in nats, lengths in updates."""
+
+    window: int = 20  # losses are smoothed by a trailing mean over so many updates
+    margin: float = 0.05  # better than H1 means below H1 - margin
+    stay: int = 50  # so long must a plateau last
+    spike: float = 0.5  # a rise of the smoothed loss above its best so far that counts as a spike
+    near: float = 0.25  # as near to its best must a trained run end
+
+
+RULE = Rule()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A word, the step it dates from, and one sentence of evidence."""
+
+    word: str
+    step: int
+    why: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def smooth(losses: np.ndarray, window: int = RULE.window) -> np.ndarray:
+    """Trailing mean over up to `window` losses, same length as the input."""
+    total = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)])
+    ends = np.arange(1, len(losses) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def classify(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> Outcome:
+    """The outcome of a run from its training losses at steps 0.. (nats), H1 and its warmup."""
+    losses = np.asarray(losses, np.float64)
+    if len(losses) == 0:
+        return Outcome("undecided", 0, "no step was logged")
+    if not np.isfinite(losses).all():
+        step = int(np.argmin(np.isfinite(losses)))
+        return Outcome("diverged", step, f"the loss is {losses[step]} at step {step}")
+    n = len(losses)
+    if n < max(warmup, rule.stay):
+        return Outcome("undecided", n, f"{n} updates: warmup or the first {rule.stay} not over")
+    curve = smooth(losses, rule.window)
+    if (curve[-rule.stay :] > losses[0]).all():
+        step = _since(curve > losses[0])
+        return Outcome("diverged", step, f"above its start {losses[0]:.2f} from step {step}")
+    better = curve < h1 - rule.margin
+    if better[-1]:
+        return _above_water(curve, better, h1, rule)
+    if better.any():
+        step = _since(~better)
+        if n - step >= rule.stay:
+            why = f"best {curve.min():.2f}, not below H1 = {h1:.2f} since step {step}"
+            return Outcome("collapsed", step, why)
+        return Outcome("undecided", step, f"back above H1 for only {n - step} updates")
+    fallen = curve[-rule.stay] - curve[-1]
+    if fallen > rule.margin:
+        return Outcome("undecided", n, f"still falling: {fallen:.2f} nats in {rule.stay} updates")
+    step = max(_since(curve <= curve[-1] + rule.margin), warmup)
+    return Outcome("stalled", step, f"best {curve.min():.2f}, never below H1 = {h1:.2f}")
+
+
+def sealed_for(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> int:
+    """Updates since the fate of a dead run was sealed (0: alive or undecided).
+
+    A collapsed or stalled run counts from the step of its outcome or the end of warmup, whichever
+    is later. A run may stop early when this reaches the config's stop_after.
+    """
+    found = classify(losses, h1, warmup, rule)
+    if found.word not in ("collapsed", "stalled"):
+        return 0
+    return len(losses) - max(found.step, warmup)
+
+
+def _above_water(curve: np.ndarray, better: np.ndarray, h1: float, rule: Rule) -> Outcome:
+    """Outcome of a run that is better than H1 at its last step."""
+    best_so_far = np.minimum.accumulate(curve)
+    rise = curve - best_so_far
+    if rise[-1] > rule.near:
+        why = f"{rise[-1]:.2f} nats above its best {best_so_far[-1]:.2f} at the last step"
+        return Outcome("undecided", len(curve), why)
+    if rise.max() > rule.spike:
+        step = int(np.argmax(rise))
+        return Outcome("spiked", step, f"rose by {rise.max():.2f} nats, and recovered")
+    step = _since(better)
+    return Outcome("trained", step, f"below H1 = {h1:.2f} since step {step}, at {curve[-1]:.2f}")
+
+
+def _since(condition: np.ndarray) -> int:
+    """First step of the unbroken run of True that reaches the end."""
+    broken = np.flatnonzero(~condition)
+    return int(broken[-1]) + 1 if len(broken) else 0

@@ -1,0 +1,51 @@
+"""How a long job looks: a live bar on a terminal, plain lines in a log. Both with an ETA."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """Steps of one run; on a terminal a bar that redraws, elsewhere a line now and then."""
+
+    def __init__(self, name: str, start: int, total: int, tokens_per_step: int, every: float = 15):
+        self.name, self.total, self.tokens, self.every = name, total, tokens_per_step, every
+        self.start, self.began, self.said = start, time.monotonic(), time.monotonic()
+        self.live = sys.stderr.isatty()
+        if self.live:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(
+                TextColumn("{task.description:<26}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.completed}/{task.total} {task.fields[text]}  ETA"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task(name, total=total, completed=start, text="")
+
+    def at(self, step: int, loss: float) -> None:
+        """Report that `step` updates are done, the last at this loss (nats)."""
+        now = time.monotonic()
+        rate = (step - self.start) / max(now - self.began, 1e-9)
+        text = f"loss {loss:.3f}  {rate * self.tokens:,.0f} tokens/s"
+        if self.live:
+            self.bar.update(self.task, completed=step, text=text)
+        elif now - self.said >= self.every:
+            self.said = now
+            eta = (self.total - step) / max(rate, 1e-9)
+            say(f"{self.name}: step {step}/{self.total}  {text}  ETA {eta:.0f} s")
+
+    def close(self) -> None:
+        if self.live:
+            self.bar.stop()
+
+
+def say(line: str) -> None:
+    """One plain line for people; results go to stdout, this goes to stderr."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,216 @@
+"""A run folder: config.json, metrics.jsonl, probes.jsonl, ckpt/, tb/, outcome.json. No jax here.
+
+JSONL is the truth; TensorBoard is a view of it. One row per line, one line per step.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normstudy import config
+from normstudy.errors import UserError
+
+METRICS, PROBES, CONFIG, OUTCOME = "metrics.jsonl", "probes.jsonl", "config.json", "outcome.json"
+
+
+def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
+    """Make the folder ours, or find that it is; True when work in it goes on from before.
+
+    identity["config"] is what must agree. Raises UserError, and writes nothing, when the folder is
+    not writable, holds something else, or was made with another config (names the fields).
+    """
+    path = folder / CONFIG
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; give a folder by --out")
+        if not path.exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise UserError(
+                    f"{folder} holds files but is no {kind} of normstudy; nothing was written. "
+                    "Give a new or empty folder by --out"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, identity)
+            return False
+        if not os.access(folder, os.W_OK):
+            raise PermissionError
+    except (PermissionError, NotADirectoryError, FileExistsError):
+        raise UserError(f"{folder} cannot be written; give another folder by --out") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from None
+    before = read_json(path)
+    if before.get("kind") != identity["kind"]:
+        raise UserError(f"{folder} holds a {before.get('kind')}, not a {kind}; nothing was written")
+    if before["config"] != json.loads(json.dumps(identity["config"])):
+        raise UserError(
+            f"{folder} was made with another config; nothing was written. {_diff(before, identity)}"
+            "Give another folder by --out, or the same settings to go on"
+        )
+    return True
+
+
+def identity(run_config: dict[str, Any], kind: str, **extra: Any) -> dict[str, Any]:
+    """What config.json holds: kind, config, code identity, versions, host, and what else is given."""
+    names = ("normstudy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+    return {
+        "kind": kind,
+        "config": run_config,
+        "code": _git(),
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        **extra,
+    }
+
+
+def load_config(folder: Path) -> config.Run:
+    """The config of a run folder. Raises UserError when there is none or it is damaged."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise UserError(f"{folder} is no run folder: it has no {CONFIG}")
+    tree = read_json(path)
+    if tree.get("kind") != "run":
+        raise UserError(f"{path} belongs to a {tree.get('kind')}, not to a run")
+    return config.from_json(json.dumps(tree["config"]), where=str(path))
+
+
+class Journal:
+    """Appends rows to a JSONL file, each on the disk's way before the next."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file. A torn last line (a killed writer) is left out.
+
+    Raises UserError that names file and line when another line is damaged or a step is out of order.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; is {path.parent} a run folder?")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.split("\n")
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or "step" not in row:
+                raise ValueError("not a row with a step")
+            if rows and row["step"] <= rows[-1]["step"]:
+                raise ValueError(f"step {row['step']} stands after step {rows[-1]['step']}")
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number} is damaged ({error}); nothing was drawn or overwritten. "
+                "Restore the line, or delete the run folder and run the arm again"
+            ) from None
+        rows.append({name: _numbers(value) for name, value in row.items()})
+    return rows
+
+
+def truncate(path: Path, step: int) -> None:
+    """Drop the rows of `step` and after, and a torn last line: what a resumed run writes again."""
+    if path.exists():
+        kept = [row for row in read_rows(path) if row["step"] < step]
+        partial = path.with_suffix(".partial")
+        partial.write_text(
+            "".join(json.dumps(plain(row), allow_nan=False) + "\n" for row in kept), "utf-8"
+        )
+        partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError that names the file."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError("not an object")
+        return tree
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Written whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(plain(tree), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def plain(value: Any) -> Any:
+    """Numbers as JSON: float32 with all its nine digits, non-finite ones as strings."""
+    if isinstance(value, dict):
+        return {name: plain(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist() if value.dtype != np.float32 else _short(value))
+    if isinstance(value, np.generic):
+        return plain(np.asarray(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _short(array: np.ndarray) -> Any:
+    """The shortest decimals that give the same float32 back."""
+    if array.ndim:
+        return [_short(entry) for entry in array]
+    return float(str(np.float32(array)))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git() -> str:
+    """Commit of the checkout this package runs from, with '+changes' where it is not clean."""
+    here = Path(__file__).parent
+    try:
+        commit = _output(["git", "-C", str(here), "rev-parse", "HEAD"])
+        dirty = _output(["git", "-C", str(here), "status", "--porcelain", "--", str(here)])
+    except (OSError, subprocess.SubprocessError):
+        return "no git"
+    return commit + ("+changes" if dirty else "")
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _diff(before: dict[str, Any], now: dict[str, Any]) -> str:
+    flat_a, flat_b = _flat(before["config"]), _flat(json.loads(json.dumps(now["config"])))
+    names = [n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)]
+    return "".join(f"{n}: {flat_a.get(n)} there, {flat_b.get(n)} now. " for n in sorted(names))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat

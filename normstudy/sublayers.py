@@ -1,0 +1,62 @@
+"""What a sublayer computes: attention mixes positions, the MLP mixes channels.
+
+They know nothing of the norms on the stream, nor of the residual add.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from normstudy.config import Model
+from normstudy.dims import Stream
+from normstudy.inits import matrix
+
+ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention without biases. Source: Vaswani et al. 2017, section 3.2."""
+
+    def __init__(self, cfg: Model, stds: dict, key: Array):
+        self.heads = cfg.heads
+        square = (cfg.width, cfg.width)
+        for name, k in zip("qkvo", jax.random.split(key, 4), strict=True):
+            setattr(self, name, nnx.Param(matrix(k, square, stds[name])))
+
+    def __call__(self, x_BTD: Stream) -> Stream:
+        B, T, D = x_BTD.shape
+        q, k, v = (
+            (x_BTD @ w[...].astype(x_BTD.dtype)).reshape(B, T, self.heads, D // self.heads)
+            for w in (self.q, self.k, self.v)
+        )
+        # the XLA implementation: fused kernels have no JVP, and the probes need every derivative
+        y_BTHK = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        return y_BTHK.reshape(B, T, D) @ self.o[...].astype(x_BTD.dtype)
+
+
+class Mlp(nnx.Module):
+    """down(activation(up(x))) without biases. Source: Vaswani et al. 2017, section 3.3."""
+
+    def __init__(self, cfg: Model, stds: dict, key: Array):
+        self.activation = cfg.activation
+        up_key, down_key = jax.random.split(key)
+        self.up = nnx.Param(matrix(up_key, (cfg.width, cfg.ff), stds["up"]))
+        self.down = nnx.Param(matrix(down_key, (cfg.ff, cfg.width), stds["down"]))
+
+    def __call__(self, x_BTD: Stream) -> Stream:
+        h_BTF = ACTIVATIONS[self.activation](x_BTD @ self.up[...].astype(x_BTD.dtype))
+        return h_BTF @ self.down[...].astype(x_BTD.dtype)
+
+
+def attention_by_einsum(attention: Attention, x_BTD: Stream) -> Stream:
+    """The same function written out; the reference that tests compare with."""
+    B, T, D = x_BTD.shape
+    heads = (B, T, attention.heads, D // attention.heads)
+    q, k, v = ((x_BTD @ w[...]).reshape(heads) for w in (attention.q, attention.k, attention.v))
+    logits_BHTS = jnp.einsum("bthk,bshk->bhts", q, k) / jnp.sqrt(jnp.array(heads[-1], q.dtype))
+    causal_TS = jnp.tril(jnp.ones((T, T), bool))
+    weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, logits_BHTS, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v).reshape(B, T, D) @ attention.o[...]
