@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from normstudy import config
+from normstudy import config, placements
 from normstudy.dims import Logits, Stream, Streams, Tokens
 from normstudy.inits import matrix
 from normstudy.norms import Norm
-from normstudy.placements import PLACEMENTS
 from normstudy.sublayers import Attention, Mlp
 
 
@@ -23,7 +22,7 @@ class Sublayer(nnx.Module):
 
     def __init__(self, cfg: config.Model, f: nnx.Module):
         self.cfg, self.f = cfg, f
-        for name in PLACEMENTS[cfg.placement].norms:
+        for name in placements.row(cfg.placement).norms:
             setattr(self, name, Norm(cfg.norm, cfg.width, cfg.norm_eps))
 
     def __call__(self, x: Stream, *, skip_only: bool = False) -> tuple[Stream, dict[str, Array]]:
@@ -31,7 +30,7 @@ class Sublayer(nnx.Module):
 
         skip_only: stop the gradient through the branch, so that derivatives see the skip path.
         """
-        place = PLACEMENTS[self.cfg.placement]
+        place = placements.row(self.cfg.placement)
         c = place.constants(self.cfg.layers)
         taps: dict[str, Array] = {}
 
@@ -78,7 +77,7 @@ class Model(nnx.Module):
         )
         keys = jax.random.split(layer_key, cfg.layers)
         self.layers = jax.vmap(lambda k: Block(cfg, stds, k))(keys)
-        if PLACEMENTS[cfg.placement].final_norm:
+        if placements.row(cfg.placement).final_norm:
             self.final = Norm(cfg.norm, cfg.width, cfg.norm_eps)
         if not cfg.tied:
             self.readout = nnx.Param(
@@ -112,7 +111,7 @@ class Model(nnx.Module):
 
     def read(self, x: Stream) -> Logits:
         """Logits from x_L: final norm where the placement has one, then the readout."""
-        if PLACEMENTS[self.cfg.placement].final_norm:
+        if placements.row(self.cfg.placement).final_norm:
             x = self.final(x)
         readout = self.embed[...].T if self.cfg.tied else self.readout[...]
         return x @ readout.astype(x.dtype)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from normstudy.errors import choose
 from normstudy.theory import Constants, deepnorm_decoder, no_constants
 
 
@@ -79,3 +80,8 @@ PLACEMENTS: dict[str, Placement] = {
                           "Wang et al. 2022 (2203.00555), section 4.3, decoder-only"),
 }
 # fmt: on
+
+
+def row(name: str) -> Placement:
+    """The row of that name. Raises UserError that lists the valid ones."""
+    return PLACEMENTS[choose("placement", name, PLACEMENTS)]

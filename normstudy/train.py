@@ -26,13 +26,13 @@ from normstudy import (
     mesh,
     optim,
     outcome,
+    placements,
     probes,
     record,
     schedules,
 )
 from normstudy.errors import Interrupted
 from normstudy.model import Model
-from normstudy.placements import PLACEMENTS
 from normstudy.progress import Progress, say
 from normstudy.tensorboard import Board
 from normstudy.trees import path_names, to_dict
@@ -137,7 +137,7 @@ def initial_state(run: config.Run, compiled: Programs) -> State:
 
 def standard_deviations(run: config.Run) -> dict[str, float]:
     """{role: std at step 0}, with the placement's beta."""
-    beta = PLACEMENTS[run.model.placement].constants(run.model.layers).beta
+    beta = placements.row(run.model.placement).constants(run.model.layers).beta
     return inits.standard_deviations(run.model, run.init, beta)
 
 
@@ -174,6 +174,7 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
 
     Raises UserError for a folder that is not this run's, Interrupted after Ctrl-C (all is saved).
     """
+    place = placements.row(run.model.placement)
     text = corpus.load(run.data.corpus)
     train_tokens, val_tokens = text.split(run.data.val_fraction)
     frequencies = corpus.unigram(train_tokens, run.model.vocab)
@@ -197,6 +198,9 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
         name=name,
         corpus={"name": text.name, "sha256": text.sha256, "licence": text.licence,
                 "provenance": text.provenance, "tokens": len(text.tokens), "h1_nats": h1},
+        placement={"equation": place.text, "skip_norms": place.skip_norms,
+                   **place.constants(run.model.layers)._asdict()},
+        gains_over_xavier=inits.gains_over_xavier(run.model, standard_deviations(run)),
         devices=mesh.describe(devices),
     )  # fmt: skip
     resumed = record.open_folder(folder, identity, "run")
@@ -216,20 +220,22 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
     bar = Progress(name, begin, run.steps, run.data.batch * run.model.context)
     asked_to_stop = _watch_interrupt()
     at = probe_steps(run.steps, run.probe.probe_every)
-    pending: tuple[int, dict[str, Any], float] | None = None
+    pending: tuple[int, dict[str, Any]] | None = None
+    settled = time.monotonic()
 
     def settle() -> None:
         """Fetch and log the step that is in flight; called after the next one was dispatched."""
-        nonlocal pending
+        nonlocal pending, settled
         if pending is None:
             return
-        step, values, began = pending
+        step, values = pending
         pending = None
         values = jax.device_get(values)
+        before, settled = settled, time.monotonic()
         probe = values.pop("probe", None)
         row = {"step": step, "lr": rates[step], **values}
         losses.append(float(values["loss"]))
-        metrics.write(row | {"seconds": round(time.monotonic() - began, 4)})
+        metrics.write(row | {"seconds": round(settled - before, 4)})
         board.scalars(row)
         if probe is not None:
             probe_log.write({"step": step, **probe})
@@ -239,14 +245,14 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
     step, why = begin, "all steps done"
     try:
         while step < run.steps:
-            batch, lr, began = put(batches[step]), jnp.float32(rates[step]), time.monotonic()
+            batch, lr = put(batches[step]), jnp.float32(rates[step])
             if step in at:
                 key = jax.random.fold_in(jax.random.key(run.seed), step)
                 state, values = compiled.probing(state, batch, lr, probe_batch, unigram, key)
             else:
                 state, values = compiled.plain(state, batch, lr)
             settle()
-            pending = (step, values, began)
+            pending = (step, values)
             step += 1
             due = step % run.checkpoint_every == 0 and step < run.steps
             if due or asked_to_stop() or step == run.steps:

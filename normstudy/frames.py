@@ -1,0 +1,215 @@
+"""Logs -> tables. Each figure draws one of these tables and nothing else. No jax here."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normstudy import config, outcome, record, theory
+from normstudy.errors import UserError
+from normstudy.roles import BRANCH_MATRICES
+
+Table = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Logs:
+    """All that one run wrote, read back."""
+
+    name: str
+    run: config.Run
+    h1: float  # nats
+    alpha: float  # the placement's skip constant, from config.json
+    skip_norms: tuple[str, ...]  # the norms on its skip path
+    metrics: list[dict[str, Any]]
+    probes: list[dict[str, Any]]
+    outcome: dict[str, Any]  # empty while the run goes on
+
+    @property
+    def label(self) -> str:
+        return self.name if self.run.seed == 0 else f"{self.name} seed {self.run.seed}"
+
+
+def load(folder: Path) -> list[Logs]:
+    """The runs of a study folder in the order they were asked for, or the one of a run folder.
+
+    Raises UserError when the folder is neither, holds no run, or a log line is damaged.
+    """
+    if not (folder / record.CONFIG).exists():
+        raise UserError(f"{folder} is neither a run nor a study: it has no {record.CONFIG}")
+    if record.read_json(folder / record.CONFIG)["kind"] == "run":
+        folders = [folder]
+    else:
+        folders = sorted(p.parent for p in folder.glob(f"arms/*/*/{record.CONFIG}"))
+    runs = [_load_run(path) for path in folders if (path / record.METRICS).exists()]
+    runs = [logs for logs in runs if logs.metrics and logs.probes]
+    if not runs:
+        raise UserError(f"{folder} holds no run with logs yet")
+    return runs
+
+
+def _load_run(folder: Path) -> Logs:
+    tree = record.read_json(folder / record.CONFIG)
+    finished = folder / record.OUTCOME
+    return Logs(
+        name=tree["name"],
+        run=record.load_config(folder),
+        h1=tree["corpus"]["h1_nats"],
+        alpha=tree["placement"]["alpha"],
+        skip_norms=tuple(tree["placement"]["skip_norms"]),
+        metrics=record.read_rows(folder / record.METRICS),
+        probes=record.read_rows(folder / record.PROBES),
+        outcome=record.read_json(finished) if finished.exists() else {},
+    )
+
+
+def loss(runs: list[Logs]) -> Table:
+    """Training loss of every step, raw and smoothed as the outcome rule sees it; nats."""
+    table = []
+    for logs in runs:
+        losses = np.array([row["loss"] for row in logs.metrics])
+        for row, smoothed in zip(logs.metrics, outcome.smooth(losses), strict=True):
+            table.append(
+                {"run": logs.label, "outcome": logs.outcome.get("word", "running"),
+                 "step": row["step"], "loss": row["loss"], "smoothed": smoothed, "h1": logs.h1}
+            )  # fmt: skip
+    return table
+
+
+def schedules(runs: list[Logs]) -> Table:
+    """Learning rate applied at every update."""
+    return [
+        {"run": logs.label, "update": row["step"] + 1, "lr": row["lr"]}
+        for logs in runs
+        for row in logs.metrics
+    ]
+
+
+def layers(runs: list[Logs]) -> Table:
+    """One row per run, probed step and layer: what the layer-by-layer figures draw."""
+    table = []
+    for logs in runs:
+        for probe in logs.probes:
+            predicted = predicted_skip_gain(logs, probe)
+            for layer in range(logs.run.model.layers):
+                table.append(
+                    {
+                        "run": logs.label,
+                        "step": probe["step"],
+                        "layer": layer,
+                        "jacobian_to_end": probe["jacobian_to_end"][layer],
+                        "jacobian_to_end_se": probe["jacobian_to_end_se"][layer],
+                        "jacobian_of_block": probe["jacobian_of_block"][layer],
+                        "jacobian_of_block_se": probe["jacobian_of_block_se"][layer],
+                        "skip_gain": probe["skip_gain"][layer],
+                        "skip_gain_predicted": predicted[layer],
+                        "stream_gradient": probe["stream_gradient"][layer],
+                        "norm_factor": _norm_factor(probe, layer),
+                        "branch_share_attn": probe["branch_share/attn"][layer],
+                        "branch_share_mlp": probe["branch_share/mlp"][layer],
+                        "similarity": probe["similarity"][layer],
+                        "rms": probe["rms"][layer],
+                        "update_ratio": _update_ratio(probe, layer),
+                    }
+                )
+    return table
+
+
+def matrices(runs: list[Logs]) -> Table:
+    """One row per run, probed step, layer and matrix kind: gradient, update, weight norms."""
+    kinds = [f"{'attn' if kind in 'qkvo' else 'mlp'}.{kind}" for kind in BRANCH_MATRICES]
+    return [
+        {
+            "run": logs.label,
+            "step": probe["step"],
+            "layer": layer,
+            "matrix": kind.split(".")[1],
+            "gradient": probe[f"gradient/{kind}"][layer],
+            "update": probe[f"update/{kind}"][layer],
+            "weight": probe[f"weight/{kind}"][layer],
+        }
+        for logs in runs
+        for probe in logs.probes
+        for layer in range(logs.run.model.layers)
+        for kind in kinds
+    ]
+
+
+def predicted_skip_gain(logs: Logs, probe: dict[str, Any]) -> np.ndarray:
+    """Product of the norm factors (and alphas) from each layer up, from the logged factors."""
+    factors = [
+        probe[f"norm_factor_{name}/{sublayer}"]
+        for name in logs.skip_norms
+        for sublayer in ("attn", "mlp")
+    ]
+    stacked = np.array(factors).T if factors else np.ones((logs.run.model.layers, 0))
+    return theory.skip_path_gain(stacked, logs.alpha)
+
+
+def summary_row(logs: Logs) -> dict[str, Any]:
+    """The row of the closing table: outcome and losses, and what the first probe saw."""
+    first = logs.probes[0]
+    peak = max(max(probe["jacobian_to_end"]) for probe in logs.probes)
+    row = {
+        "arm": logs.name,
+        "seed": logs.run.seed,
+        "outcome": logs.outcome.get("word", "running"),
+        "at_step": logs.outcome.get("step"),
+        "steps_done": len(logs.metrics),
+        "why": logs.outcome.get("why", ""),
+        "stopped_because": logs.outcome.get("stopped_because", ""),
+        "best_loss": logs.outcome.get("best_loss"),
+        "last_loss": logs.outcome.get("last_loss"),
+        "val_loss": logs.outcome.get("val_loss"),
+        "h1": logs.h1,
+        "gradient_bottom_over_top": first["stream_gradient"][0] / first["stream_gradient"][-1],
+        "skip_gain": first["skip_gain"][0],
+        "jacobian_at_init": first["jacobian_to_end"][0],
+        "max_jacobian": peak,
+        "similarity_at_init": first["similarity"][-1],
+    }
+    for name in ("best", "last", "val"):
+        nats = row[f"{name}_loss"]
+        row[f"{name}_bits"] = None if nats is None else nats / np.log(2)
+    return row
+
+
+def to_csv(table: Table) -> str:
+    """A table as CSV text; floats with nine digits, enough to give a float32 back."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in table:
+        writer.writerow({k: f"{v:.9g}" if isinstance(v, float) else v for k, v in row.items()})
+    return text.getvalue()
+
+
+def nearest_steps(logs: Logs, wanted: tuple[int, ...]) -> list[int]:
+    """Probed steps nearest to the wanted ones, each once, in order."""
+    probed = np.array([probe["step"] for probe in logs.probes])
+    return sorted({int(probed[np.argmin(abs(probed - step))]) for step in wanted})
+
+
+def _norm_factor(probe: dict[str, Any], layer: int) -> float:
+    """Mean over the norms of a block."""
+    names = [name for name in probe if name.startswith("norm_factor")]
+    return float(np.mean([probe[name][layer] for name in names]))
+
+
+def _update_ratio(probe: dict[str, Any], layer: int) -> float:
+    """Norm of the update over norm of the weights, over all branch matrices of a block."""
+
+    def norm(prefix: str) -> float:
+        values = [v[layer] for k, v in probe.items() if k.startswith(prefix) and _is_matrix(k)]
+        return float(np.linalg.norm(values))
+
+    return norm("update/") / norm("weight/")
+
+
+def _is_matrix(key: str) -> bool:
+    return key.rsplit(".", 1)[-1] in BRANCH_MATRICES
