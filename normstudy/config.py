@@ -229,3 +229,35 @@ def _not_negative(section: Any, *names: str) -> None:
     for name in names:
         if not getattr(section, name) >= 0:
             raise UserError(f"{name} must not be negative, not {getattr(section, name)}")
+
+
+# the same study at four sizes; make reproduce takes the one that fits the backend it finds
+PRESETS: dict[str, Run] = {
+    "smoke": Run(
+        model=Model(width=16, heads=2, ff=32, context=16),
+        data=Data(batch=8),
+        optim=Optim(warmup=6),
+        probe=Probe(vectors=2),
+        steps=12,
+        eval_batches=2,
+    ),
+    "cpu": Run(optim=Optim(warmup=200), steps=400, stop_after=100),
+    "gpu": Run(
+        model=Model(width=512, heads=8, ff=2048, context=256),
+        data=Data(batch=64),
+        optim=Optim(warmup=4000),
+        steps=10_000,
+        checkpoint_every=1000,
+        probe=Probe(probe_every=500),
+        stop_after=2000,
+    ),
+    "tpu": Run(
+        model=Model(width=1024, heads=16, ff=4096, context=512),
+        data=Data(batch=256),
+        optim=Optim(warmup=4000),
+        steps=10_000,
+        checkpoint_every=1000,
+        probe=Probe(probe_every=500, probe_batch=256),
+        stop_after=2000,
+    ),
+}

@@ -16,6 +16,19 @@ from normstudy.roles import BRANCH_MATRICES
 
 Table = list[dict[str, Any]]
 
+CLOSING_COLUMNS = {
+    "arm": "arm",
+    "seed": "seed",
+    "outcome": "outcome",
+    "at_step": "at step",
+    "best_loss": "best loss (nats)",
+    "last_loss": "last loss (nats)",
+    "last_bits": "last (bits per byte)",
+    "gradient_bottom_over_top": "gradient bottom/top, step 0",
+    "skip_gain": "skip-path gain, step 0",
+    "max_jacobian": "max Jacobian norm",
+}
+
 
 @dataclass(frozen=True)
 class Logs:
@@ -177,6 +190,15 @@ def summary_row(logs: Logs) -> dict[str, Any]:
         nats = row[f"{name}_loss"]
         row[f"{name}_bits"] = None if nats is None else nats / np.log(2)
     return row
+
+
+def closing_table(rows: list[dict[str, Any]]) -> Table:
+    """The closing table, with headings and units; the seed column only where there are several."""
+    several = len({row["seed"] for row in rows}) > 1
+    return [
+        {head: row[name] for name, head in CLOSING_COLUMNS.items() if name != "seed" or several}
+        for row in rows
+    ]
 
 
 def to_csv(table: Table) -> str:

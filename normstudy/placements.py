@@ -82,6 +82,23 @@ PLACEMENTS: dict[str, Placement] = {
 # fmt: on
 
 
+def as_rows() -> list[dict[str, str]]:
+    """The table for people: name, equation, final norm, alpha and beta at L = 48, source."""
+    rows = []
+    for name, place in PLACEMENTS.items():
+        c = place.constants(48)
+        rows.append(
+            {
+                "placement": name,
+                "the stream": place.text,
+                "final norm": "yes" if place.final_norm else "no",
+                "alpha, beta at L = 48": f"{c.alpha:.4g}, {c.beta:.4g}",
+                "source": place.source,
+            }
+        )
+    return rows
+
+
 def row(name: str) -> Placement:
     """The row of that name. Raises UserError that lists the valid ones."""
     return PLACEMENTS[choose("placement", name, PLACEMENTS)]

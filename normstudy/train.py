@@ -169,6 +169,16 @@ def probe_steps(steps: int, every: int) -> set[int]:
     return {s for s in (*dense, *range(0, steps, every), steps - 1) if 0 <= s < steps}
 
 
+def check(run: config.Run) -> None:
+    """Raises UserError for what would stop the run before its first step; writes nothing."""
+    placements.row(run.model.placement)
+    schedules.table(run.optim, run.model.width, run.steps)
+    mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
+    text = corpus.load(run.data.corpus)
+    for tokens in text.split(run.data.val_fraction):
+        data.batches(tokens, run.model.context, run.data.batch, 0, run.model.vocab)
+
+
 def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
     """Run to the end, or on from the newest checkpoint, and return what outcome.json holds.
 

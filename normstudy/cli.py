@@ -1,0 +1,209 @@
+"""The command line: parse, call, print. Errors become one message and an exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from normstudy import config, tables
+from normstudy.errors import UserError, choose
+from normstudy.progress import say
+from normstudy.record import plain
+
+
+def guarded(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a command on sys.argv; bad input prints one message, no traceback, and its exit code."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}" if error.exit_code == 2 else str(error), file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to run, and where to."""
+
+    arms: str = "all"  # names from the table above, with commas between them
+    seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
+    preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
+    out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
+    json: bool = False  # print the closing table as JSON
+    draw: bool = True  # figures and report at the end
+
+
+@dataclass(frozen=True)
+class _StudyCommand:
+    study: Study
+    run: config.Run
+
+
+def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config.Run]:
+    """Options of a study and its base run: preset, then any config field by its own name.
+
+    Raises UserError for an unknown option (lists the valid ones) or preset.
+    """
+    options = [f.name for f in dataclasses.fields(Study)]
+    _check_options(argv, [*options, *config.fields_of(config.Run())])
+    asked = _value_of("--preset", argv)
+    helps = "--help" in argv or "-h" in argv
+    preset = asked or ("cpu" if helps else _preset_for_backend())
+    base = config.PRESETS[choose("preset", preset, config.PRESETS)]
+    study = Study(preset=preset, out=Path(out))
+    command: Any = tyro.cli(
+        tyro.conf.OmitArgPrefixes[_StudyCommand],
+        args=list(argv),
+        default=_StudyCommand(study, base),
+        description=card,
+    )
+    if command.study.seeds < 1:
+        raise UserError(f"seeds must be at least 1, not {command.study.seeds}")
+    return command.study, command.run
+
+
+def chosen_arms(study: Study, names: Sequence[str]) -> list[str]:
+    """The arms asked for. Raises UserError for an unknown one, with the valid ones."""
+    if study.arms == "all":
+        return list(names)
+    return [choose("arm", name.strip(), names) for name in study.arms.split(",")]
+
+
+def show(rows: list[dict[str, Any]], study: Study) -> None:
+    """Print the closing table, or the summary as JSON, and say where the report is."""
+    from normstudy import frames
+
+    if study.json:
+        print((study.out / "summary.json").read_text(encoding="utf-8"), end="")
+    else:
+        print(tables.text(frames.closing_table(rows)))
+    if study.draw:
+        say(f"report: {study.out / 'report.html'}")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Redraw the figures of a run or study from its logs; no accelerator needed."""
+
+    path: Annotated[Path, tyro.conf.Positional]  # run or study folder
+    out: Path | None = None  # default: figures/ in that folder
+    json: bool = False  # print names and sentences as JSON
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Measure a checkpoint at every layer."""
+
+    path: Annotated[Path, tyro.conf.Positional]  # run folder, its ckpt folder, or one checkpoint
+    step: int | None = None  # which checkpoint; default: the newest
+    vectors: int = 8  # Rademacher vectors for each Jacobian norm
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Print the placements table."""
+
+    json: bool = False
+
+
+def figures(argv: Sequence[str]) -> None:
+    command = _parse(Figures, argv)
+    from normstudy import figures as draw
+    from normstudy import frames
+
+    drawn = draw.draw_all(frames.load(command.path), command.out or command.path / "figures")
+    rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
+    print(as_json(rows) if command.json else "\n".join(row["figure"] for row in rows))
+
+
+def probe(argv: Sequence[str]) -> None:
+    command = _parse(Probe, argv)
+    if command.vectors < 2:
+        raise UserError(f"vectors must be at least 2 (for a standard error), not {command.vectors}")
+    from normstudy import mesh
+
+    mesh.start(cpu_devices=1)
+    from normstudy import inspect_checkpoint
+
+    header, rows = inspect_checkpoint.table(command.path, command.step, command.vectors)
+    if command.json:
+        print(as_json({**header, "layers": rows}))
+    else:
+        print("\n".join(f"{name}: {tables.cell(value)}" for name, value in header.items()))
+        print(tables.text(rows))
+
+
+def placements(argv: Sequence[str]) -> None:
+    command = _parse(Placements, argv)
+    from normstudy.placements import as_rows
+
+    rows = as_rows()
+    print(as_json(rows) if command.json else tables.markdown(rows))
+
+
+COMMANDS = {"figures": figures, "probe": probe, "placements": placements}
+
+
+def dispatch(argv: Sequence[str]) -> None:
+    """normstudy COMMAND ...; without one, what there is."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: normstudy COMMAND ... (normstudy COMMAND --help tells more)\n")
+        print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
+        print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
+        print(f"  {'placements':<22}the table: where each placement puts the norm")
+        print("\nThe study itself: python experiments/reproduce.py, or make reproduce")
+        return
+    COMMANDS[choose("command", argv[0], COMMANDS)](argv[1:])
+
+
+def main() -> None:
+    """Entry point of the `normstudy` script."""
+    guarded(dispatch)
+
+
+def as_json(value: Any) -> str:
+    """Indented JSON; numbers that JSON lacks (nan, inf) as strings."""
+    return json.dumps(plain(value), indent=2, allow_nan=False)
+
+
+def _parse(kind: Any, argv: Sequence[str]) -> Any:
+    _check_options(argv, [f.name for f in dataclasses.fields(kind)])
+    return tyro.cli(kind, args=list(argv))
+
+
+def _check_options(argv: Sequence[str], valid: Sequence[str]) -> None:
+    for token in argv:
+        if token.startswith("--"):
+            name = token[2:].split("=")[0].replace("-", "_")
+            if name != "help" and name.removeprefix("no_") not in valid:
+                choose("option", name, valid)
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str | None:
+    for i, token in enumerate(argv):
+        if token == option and i + 1 < len(argv):
+            return argv[i + 1]
+        if token.startswith(option + "="):
+            return token.split("=", 1)[1]
+    return None
+
+
+def _preset_for_backend() -> str:
+    from normstudy import mesh
+
+    mesh.start()
+    import jax
+
+    return {"gpu": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")

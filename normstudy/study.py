@@ -1,0 +1,100 @@
+"""Arms of one experiment: run them, or what is left of them, and sum them up."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normstudy import config, figures, frames, record, report, schedules, tables
+from normstudy.errors import choose
+from normstudy.frames import Logs
+from normstudy.progress import say
+
+# an arm: the fields that it changes in the base run
+Arms = Mapping[str, Callable[[config.Run], dict[str, Any]]]
+
+def run_arms(
+    base: config.Run, arms: Arms, chosen: list[str], seeds: int, out: Path, kind: str
+) -> list[Logs]:
+    """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
+
+    A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
+    checked before the first step: raises UserError for an unknown arm or a config that cannot run.
+    """
+    from normstudy import train  # here, so that figures and summaries start without jax
+
+    names = list(arms)
+    jobs = []
+    for name in dict.fromkeys(choose("arm", name, arms) for name in chosen):
+        for seed in range(base.seed, base.seed + seeds):
+            run = config.override(base, **(arms[name](base) | {"seed": seed}))
+            train.check(run)
+            folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
+            jobs.append((name, run, folder))
+    record.open_folder(out, record.identity(dataclasses.asdict(base), kind), kind)
+    for name, run, _ in jobs:
+        if run.seed == base.seed:
+            say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}")
+    began, done = time.monotonic(), 0
+    for i, (name, run, folder) in enumerate(jobs):
+        say(f"[{i + 1}/{len(jobs)}] {name}, seed {run.seed}{_eta(began, done, len(jobs) - i)}")
+        fresh = not (folder / record.OUTCOME).exists()
+        train.train(run, folder, name)
+        done += fresh
+    return [logs for logs in frames.load(out) if logs.name in chosen]
+
+
+def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str, Any]]:
+    """Write summary.json and summary.md, and figures and report.html, from the logs under OUT."""
+    runs = frames.load(out)
+    rows = [frames.summary_row(logs) for logs in runs]
+    summary = {"title": title, "h1_nats": runs[0].h1, "arms": by_arm(rows)}
+    record.write_json(out / "summary.json", summary)
+    table = tables.markdown(frames.closing_table(rows))
+    (out / "summary.md").write_text(f"# {title}\n\n{table}\n", encoding="utf-8")
+    if draw:
+        say("drawing the figures")
+        drawn = figures.draw_all(runs, out / "figures")
+        report.write(out / "report.html", title, card, runs, rows, drawn)
+    return rows
+
+
+def by_arm(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """{arm: its row}, and with several seeds the count of each outcome and medians.
+
+    Medians are taken only where all seeds came to the same outcome: a dead seed is never averaged.
+    """
+    arms: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == name]
+        tally = Counter(row["outcome"] for row in own)
+        agreed = len(tally) == 1
+        arm: dict[str, Any] = {"outcome": next(iter(tally)) if agreed else "mixed"}
+        arm["seeds"] = f"{max(tally.values())} of {len(own)}"
+        for column in own[0]:
+            if column in ("arm", "seed", "outcome", "why", "stopped_because"):
+                continue
+            values = [row[column] for row in own]
+            usable = agreed and None not in values
+            arm[column] = float(np.median(values)) if usable else None
+        arm["runs"] = own
+        arms[name] = arm
+    return arms
+
+
+def slug(name: str) -> str:
+    """A folder name for an arm, e.g. 'post-1-sqrt-2l'."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _eta(began: float, done: int, left: int) -> str:
+    if not done:
+        return ""
+    return f" (about {(time.monotonic() - began) / done * left:.0f} s left for all)"
