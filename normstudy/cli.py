@@ -207,3 +207,7 @@ def _preset_for_backend() -> str:
     import jax
 
     return {"gpu": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -113,7 +113,9 @@ class Probe:
     def __post_init__(self):
         _positive(self, "probe_batch", "probe_every")
         if self.vectors < 2:
-            raise UserError(f"vectors must be at least 2 (for a standard error), not {self.vectors}")
+            raise UserError(
+                f"vectors must be at least 2 (for a standard error), not {self.vectors}"
+            )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import grain
 import numpy as np
 
@@ -25,7 +28,9 @@ class Windows(grain.sources.RandomAccessDataSource):
         return f"Windows(tokens={len(self.tokens)}, context={self.context})"
 
 
-def batches(tokens: np.ndarray, context: int, batch: int, seed: int, vocab: int):
+def batches(
+    tokens: np.ndarray, context: int, batch: int, seed: int, vocab: int
+) -> Sequence[np.ndarray]:
     """An endless grain MapDataset: [step] is an int32 array (batch, context + 1).
 
     Raises UserError when the text is shorter than one batch, or holds a token outside the vocab.
@@ -38,4 +43,5 @@ def batches(tokens: np.ndarray, context: int, batch: int, seed: int, vocab: int)
         )
     if int(tokens.max()) >= vocab:
         raise UserError(f"the text holds token {int(tokens.max())}; raise --vocab above it")
-    return grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(batch)
+    dataset: Any = grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(batch)
+    return dataset

@@ -14,14 +14,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-from matplotlib.colors import LogNorm  # noqa: E402
-from matplotlib.figure import Figure as Canvas  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure as Canvas
 
-from normstudy import frames, sentences  # noqa: E402
-from normstudy.errors import UserError  # noqa: E402
-from normstudy.frames import Logs, Table  # noqa: E402
+from normstudy import frames, sentences
+from normstudy.errors import UserError
+from normstudy.frames import Logs, Table
 
 WIDTH = 5.5  # inches: the text width of NeurIPS and ICLR
 STYLE = {
@@ -29,10 +29,10 @@ STYLE = {
     "font.serif": ["STIXGeneral"],
     "mathtext.fontset": "stix",
     "font.size": 9,
-    "axes.titlesize": 9,
+    "axes.titlesize": 7.5,
     "axes.labelsize": 9,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
     "legend.fontsize": 8,
     "legend.frameon": False,
     "axes.spines.top": False,
@@ -163,8 +163,9 @@ def _draw_loss(table: Table) -> Canvas:
         xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
     low = min(row["smoothed"] for row in table)
-    axes.set(xlabel="update", ylabel="training loss (nats)", ylim=(low - 0.1, h1 + 1.5))
-    canvas.legend(loc="outside right upper", handlelength=2.5)
+    high = max(h1, low) + 1.5  # the first steps, from ln(256), are not what one looks for
+    axes.set(xlabel="update", ylabel="training loss (nats)", ylim=(min(low, h1) - 0.1, high))
+    canvas.legend(loc="outside lower center", ncols=3, handlelength=2.5, fontsize=7)
     return canvas
 
 
@@ -182,7 +183,7 @@ def _draw_schedules(table: Table) -> Canvas:
             marker=MARKERS[i % len(MARKERS)], markevery=(i * 10, 60), markersize=3.5,
         )  # fmt: skip
     axes.set(xlabel="update", ylabel="learning rate", ylim=(0, None))
-    canvas.legend(loc="outside right upper")
+    canvas.legend(loc="outside lower center", ncols=2)
     return canvas
 
 
@@ -192,6 +193,7 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
     def draw(table: Table) -> Canvas:
         canvas, panels = _panels(table)
         shades = plt.get_cmap("viridis")
+        fullest: list = []
         for axes, (run, rows) in panels:
             steps = sorted({row["step"] for row in rows})
             for i, step in enumerate(steps):
@@ -199,8 +201,8 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
                 layer, value = _column(here, "layer"), _column(here, column)
                 colour = shades(0.9 * i / max(len(steps) - 1, 1))
                 axes.plot(
-                    layer, value, color=colour, label=f"step {step}", marker=MARKERS[i],
-                    markevery=(2 * i, 12), markersize=3,
+                    layer, value, color=colour, marker=MARKERS[i], markevery=(2 * i, 12),
+                    markersize=3, label="last probe" if i and step == steps[-1] else f"step {step}",
                 )  # fmt: skip
                 if error:
                     se = _column(here, error)
@@ -209,7 +211,8 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
             axes.set_title(run)
             if log:
                 axes.set_yscale("log")
-            axes.legend(fontsize=6, handlelength=1.5, labelspacing=0.2, loc="best")
+            fullest = max(fullest, list(axes.lines), key=len)
+        canvas.legend(handles=fullest, loc="outside upper center", ncols=4)
         canvas.supxlabel("layer (0 = bottom)", fontsize=9)
         canvas.supylabel(label, fontsize=9)
         return canvas
@@ -240,7 +243,9 @@ def _heat_maps(column: str, label: str) -> Callable:
             shown = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))
             axes.set_xticks(shown, [str(steps[i]) for i in shown])
             axes.set_title(run)
-        canvas.colorbar(image, ax=[axes for axes, _ in panels], label=label, extend="min", aspect=40)
+        canvas.colorbar(
+            image, ax=[axes for axes, _ in panels], label=label, extend="min", aspect=40
+        )
         canvas.supxlabel("step (one column a probe: not to scale)", fontsize=9)
         canvas.supylabel("layer (0 = bottom)", fontsize=9)
         return canvas
@@ -307,12 +312,12 @@ def _draw_update_ratio(table: Table) -> Canvas:
 
 
 def _panels(table: Table, share: bool = True):
-    """A grid of panels, at most three a row, one for each run: [(axes, (run, rows))]."""
+    """A grid of panels, at most four a row, one for each run: [(axes, (run, rows))]."""
     runs = list(_by(table, "run"))
-    columns = min(3, len(runs))
+    columns = min(4, len(runs))
     rows = -(-len(runs) // columns)
     canvas, grid = plt.subplots(
-        rows, columns, figsize=(WIDTH, 0.55 + 1.5 * rows), squeeze=False, sharex=share,
+        rows, columns, figsize=(WIDTH, 0.75 + 1.3 * rows), squeeze=False, sharex=share,
         sharey=share,
     )  # fmt: skip
     flat = list(grid.flat)

@@ -80,9 +80,7 @@ class Model(nnx.Module):
         if placements.row(cfg.placement).final_norm:
             self.final = Norm(cfg.norm, cfg.width, cfg.norm_eps)
         if not cfg.tied:
-            self.readout = nnx.Param(
-                matrix(readout_key, (cfg.width, cfg.vocab), stds["readout"])
-            )
+            self.readout = nnx.Param(matrix(readout_key, (cfg.width, cfg.vocab), stds["readout"]))
 
     def start(self, tokens: Tokens) -> Stream:
         """x_0 = multiplier * E[token] + P[position]. Source: Vaswani et al. 2017, section 3.4."""

@@ -28,6 +28,7 @@ class Placement:
     constants: Callable[[int], Constants]  # of the number of blocks L
     source: str
     skip_norms: tuple[str, ...] = field(init=False)  # the norms that the skip path crosses
+    text: str = field(init=False)  # the equation as it stands in the table: 'x + f(n.pre(x))'
 
     def __post_init__(self):
         called, _ = _trace(self.equation, self.norms, branch=1.0)
@@ -37,12 +38,8 @@ class Placement:
             raise ValueError("a row needs a source")
         _, gains = _trace(self.equation, self.norms, branch=0.0)
         object.__setattr__(self, "skip_norms", gains)
-
-    @property
-    def text(self) -> str:
-        """The equation as it stands in the table, e.g. 'x + f(n.pre(x))'."""
-        line = inspect.getsource(self.equation).strip().split("lambda x, f, n, c: ")[1]
-        return line.split(",  ")[0].rstrip(", ")
+        line = inspect.getsource(self.equation).split("lambda x, f, n, c: ")[1]
+        object.__setattr__(self, "text", line.split(",  ")[0].strip(" ,\n"))
 
 
 def _trace(equation: Callable, norms: tuple[str, ...], branch: float):
@@ -65,7 +62,9 @@ def _trace(equation: Callable, norms: tuple[str, ...], branch: float):
     try:
         result = equation(1.0, lambda x: branch * x, spies, Constants())
     except AttributeError as error:
-        raise ValueError(f"the equation uses a norm that the row does not declare: {error}") from None
+        raise ValueError(
+            f"the equation uses a norm that the row does not declare: {error}"
+        ) from None
     return called, tuple(name for name in norms if round(result) % primes[name] == 0)
 
 

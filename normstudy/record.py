@@ -65,7 +65,8 @@ def identity(run_config: dict[str, Any], kind: str, **extra: Any) -> dict[str, A
         "kind": kind,
         "config": run_config,
         "code": _git(),
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "versions": {name: _version(name) for name in names}
+        | {"python": platform.python_version()},
         **extra,
     }
 

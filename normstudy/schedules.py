@@ -24,7 +24,9 @@ def _inverse_sqrt_2017(o: Optim, width: int, total: int) -> Callable:
     """c * d^-0.5 * min(u^-0.5, u * w^-1.5). Source: Vaswani et al. 2017, equation 3."""
     del total
     w = max(o.warmup, 1)
-    return lambda n: o.schedule_scale * width**-0.5 * np.minimum((n + 1.0) ** -0.5, (n + 1) * w**-1.5)
+    return lambda n: (
+        o.schedule_scale * width**-0.5 * np.minimum((n + 1.0) ** -0.5, (n + 1) * w**-1.5)
+    )
 
 
 def _inverse_sqrt(o: Optim, width: int, total: int) -> Callable:

@@ -100,7 +100,8 @@ def norm_factor(table: Table) -> str:
     """Mean over layers at the first and last step."""
     return (
         "What each block's norms multiply their input by (gain / sigma, mean over positions). "
-        f"Mean over the layers at step 0 and at the end: {_mean_first_and_last(table, 'norm_factor')}."
+        "Mean over the layers at step 0 and at the end: "
+        f"{_mean_first_and_last(table, 'norm_factor')}."
     )
 
 

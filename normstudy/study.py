@@ -20,6 +20,7 @@ from normstudy.progress import say
 # an arm: the fields that it changes in the base run
 Arms = Mapping[str, Callable[[config.Run], dict[str, Any]]]
 
+
 def run_arms(
     base: config.Run, arms: Arms, chosen: list[str], seeds: int, out: Path, kind: str
 ) -> list[Logs]:

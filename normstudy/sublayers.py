@@ -23,8 +23,11 @@ class Attention(nnx.Module):
     def __init__(self, cfg: Model, stds: dict, key: Array):
         self.heads = cfg.heads
         square = (cfg.width, cfg.width)
-        for name, k in zip("qkvo", jax.random.split(key, 4), strict=True):
-            setattr(self, name, nnx.Param(matrix(k, square, stds[name])))
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        self.q = nnx.Param(matrix(q_key, square, stds["q"]))
+        self.k = nnx.Param(matrix(k_key, square, stds["k"]))
+        self.v = nnx.Param(matrix(v_key, square, stds["v"]))
+        self.o = nnx.Param(matrix(o_key, square, stds["o"]))
 
     def __call__(self, x_BTD: Stream) -> Stream:
         B, T, D = x_BTD.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -69,15 +70,20 @@ def update(
     state: State, batch: Array, lr: Array, *, transform: optax.GradientTransformation
 ) -> tuple[State, dict[str, Array], tuple]:
     """One update: (new state, scalars, (gradients, updates))."""
-    loss, gradients = jax.value_and_grad(token_loss)(state.model, batch)
-    direction, opt_state = transform.update(gradients, state.opt_state, state.model)
+    model: Any = state.model  # optax's own type of a pytree leaves modules out
+    loss, gradients = jax.value_and_grad(token_loss)(model, batch)
+    direction, opt_state = transform.update(gradients, state.opt_state, model)
     updates = jax.tree.map(lambda d: -lr * d, direction)
     gradient_norm = optax.tree.norm(gradients)
     alive = state.alive & jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
-    new = State(state.step + 1, alive, optax.apply_updates(state.model, updates), opt_state)  # type: ignore[arg-type]
+    new = State(state.step + 1, alive, optax.apply_updates(model, updates), opt_state)  # type: ignore[arg-type]
     frozen = state._replace(alive=alive)
     new = jax.tree.map(lambda a, b: jnp.where(alive, a, b), new, frozen)
-    scalars = {"loss": loss, "gradient_norm": gradient_norm, "update_norm": optax.tree.norm(updates)}
+    scalars = {
+        "loss": loss,
+        "gradient_norm": gradient_norm,
+        "update_norm": optax.tree.norm(updates),
+    }
     return new, scalars, (gradients, updates)
 
 
@@ -109,7 +115,9 @@ def programs(
     abstract = jax.eval_shape(init, jax.random.key(0), stds)
     shardings = mesh.state_shardings(devices, abstract)
     abstract = jax.tree.map(
-        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), abstract, shardings
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        abstract,
+        shardings,
     )
     both = (shardings, mesh.replicated(devices))
     return Programs(
@@ -197,7 +205,11 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
     put = functools.partial(mesh.put_batch, devices)
     probe_batch = put(
         data.batches(
-            val_tokens, run.model.context, run.probe.probe_batch, run.data.data_seed, run.model.vocab
+            val_tokens,
+            run.model.context,
+            run.probe.probe_batch,
+            run.data.data_seed,
+            run.model.vocab,
         )[0]
     )
     unigram = jnp.asarray(frequencies, jnp.float32)
@@ -225,7 +237,10 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
         record.truncate(folder / log, begin)
     losses = [r["loss"] for r in record.read_rows(folder / record.METRICS)] if begin else []
 
-    metrics, probe_log = record.Journal(folder / record.METRICS), record.Journal(folder / record.PROBES)
+    metrics, probe_log = (
+        record.Journal(folder / record.METRICS),
+        record.Journal(folder / record.PROBES),
+    )
     board = Board(folder / "tb", begin)
     bar = Progress(name, begin, run.steps, run.data.batch * run.model.context)
     asked_to_stop = _watch_interrupt()
@@ -312,7 +327,7 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
 
 
 def _names(parts: dict[str, Any]) -> dict[str, Any]:
-    """The first layer whose stream is not finite (None: all are), and the gradients that are not."""
+    """First layer with a stream that is not finite (None: all are); gradients that are not."""
     stream = np.asarray(parts["stream"])
     gradients = [
         "/".join(path_names(path))
@@ -332,8 +347,6 @@ def _watch_interrupt() -> Callable[[], bool]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         say("\ninterrupt: saving at the next step (again: stop at once)")
 
-    try:
+    with contextlib.suppress(ValueError):  # not the main thread: the caller watches
         signal.signal(signal.SIGINT, handler)
-    except ValueError:  # not the main thread: the caller watches
-        pass
     return lambda: bool(asked)

@@ -43,7 +43,9 @@ def from_dict(like: Any, nested: dict[str, Any]) -> Any:
         names, found = path_names(path), nested
         for name in names:
             if not isinstance(found, dict) or name not in found:
-                raise UserError(f"the checkpoint has no {'/'.join(names)} of shape {expected.shape}")
+                raise UserError(
+                    f"the checkpoint has no {'/'.join(names)} of shape {expected.shape}"
+                )
             found = found[name]
         if found.shape != expected.shape:  # type: ignore[attr-defined]
             raise UserError(
