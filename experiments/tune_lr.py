@@ -27,7 +27,7 @@ ARMS: study.Arms = {f"pre at {lr:g}": arm(lr) for lr in GRID}
 
 
 def choose_lr(rows: list[dict]) -> float:
-    """The rule: the largest lr all of whose runs are `trained`. Raises UserError if there is none."""
+    """The rule: the largest lr at which every run is `trained`. UserError if there is none."""
     rates = {row["lr"] for row in rows}
     good = [
         lr for lr in rates if all(row["outcome"] == "trained" for row in rows if row["lr"] == lr)

@@ -1,4 +1,4 @@
-"""Checkpoints by orbax: nested dicts of plain names under RUN/ckpt/STEP. The only room with orbax."""
+"""Checkpoints by orbax: nested dicts of plain names in RUN/ckpt/STEP. Only this room has orbax."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
 
 
 def _open(run_folder: Path) -> ocp.training.Checkpointer:
+    every_step: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
     return ocp.training.Checkpointer(
-        (run_folder / FOLDER).resolve(),
-        save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+        str((run_folder / FOLDER).resolve()),
+        save_decision_policy=every_step,
     )
 
 

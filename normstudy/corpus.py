@@ -121,7 +121,7 @@ def _from_path(path: Path) -> Corpus:
         tokens = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
     if not len(tokens):
         raise UserError(f"{path} holds no text (a folder is searched for .txt files)")
-    sha256 = hashlib.sha256(tokens).hexdigest()
+    sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
     return Corpus(path.name, tokens, sha256, "unknown", str(path))
 
 
@@ -139,5 +139,5 @@ def _synthetic(length: int = 1_000_000) -> Corpus:
         state = successor[state, rank]
         tokens[i] = state
     tokens += 48
-    sha256 = hashlib.sha256(tokens).hexdigest()
+    sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
     return Corpus("synthetic", tokens, sha256, "none needed", "normstudy, version 1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -24,7 +25,7 @@ from normstudy.errors import UserError
 from normstudy.frames import Logs, Table
 
 WIDTH = 5.5  # inches: the text width of NeurIPS and ICLR
-STYLE = {
+STYLE: Any = {
     "font.family": "serif",
     "font.serif": ["STIXGeneral"],
     "mathtext.fontset": "stix",
@@ -228,8 +229,9 @@ def _heat_maps(column: str, label: str) -> Callable:
         values = _column(table, column)
         positive = values[np.isfinite(values) & (values > 0)]
         # the lowest per cent is far below the rest in collapsed runs: the colour bar says so
-        norm = LogNorm(np.percentile(positive, 1), positive.max())
-        image = None
+        low = float(np.percentile(positive, 1))
+        norm = LogNorm(low, positive.max())
+        image: Any = None
         for axes, (run, rows) in panels:
             steps = sorted({row["step"] for row in rows})
             depth = 1 + max(row["layer"] for row in rows)
@@ -237,7 +239,7 @@ def _heat_maps(column: str, label: str) -> Callable:
             for row in rows:
                 grid[row["layer"], steps.index(row["step"])] = row[column]
             image = axes.imshow(
-                np.maximum(grid, norm.vmin), norm=norm, cmap="viridis", aspect="auto",
+                np.maximum(grid, low), norm=norm, cmap="viridis", aspect="auto",
                 origin="lower", interpolation="nearest",
             )  # fmt: skip
             shown = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))

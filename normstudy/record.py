@@ -59,7 +59,7 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
 
 
 def identity(run_config: dict[str, Any], kind: str, **extra: Any) -> dict[str, Any]:
-    """What config.json holds: kind, config, code identity, versions, host, and what else is given."""
+    """What config.json holds: kind, config, code identity, versions, and what else is given."""
     names = ("normstudy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
     return {
         "kind": kind,
@@ -99,7 +99,7 @@ class Journal:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file. A torn last line (a killed writer) is left out.
 
-    Raises UserError that names file and line when another line is damaged or a step is out of order.
+    Raises UserError that names file and line when another is damaged or a step out of order.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; is {path.parent} a run folder?")

@@ -96,8 +96,8 @@ def _made(runs: list[Logs]) -> str:
     first = runs[0].run
     m, d, o, p = first.model, first.data, first.optim, first.probe
     return (
-        f"{m.layers} layers, width {m.width}, {m.heads} heads, MLP {m.ff} ({m.activation}), context "
-        f"{m.context} tokens, vocabulary {m.vocab}; corpus {d.corpus}, batch {d.batch}; "
+        f"{m.layers} layers, width {m.width}, {m.heads} heads, MLP {m.ff} ({m.activation}), "
+        f"context {m.context} tokens, vocabulary {m.vocab}; corpus {d.corpus}, batch {d.batch}; "
         f"{o.optimizer}, peak learning rate {o.lr:g}, b1 {o.b1}, b2 {o.b2}, eps {o.eps:g}, clip "
         f"{o.clip:g}; init {first.init.init}; probes on {p.probe_batch} held-out sequences with "
         f"{p.vectors} vectors. A run ends early once it has been collapsed or stalled for "

@@ -74,7 +74,7 @@ def table(optim: Optim, width: int, total: int) -> np.ndarray:
     schedule = build(optim, width, total)
     if warms and optim.warmup:
         schedule = optax.schedules.join_schedules([_warmup(optim), schedule], [optim.warmup])
-    rates = np.asarray([float(schedule(n)) for n in range(total)])
+    rates = np.array([np.asarray(schedule(n)) for n in range(total)], float)
     for n, rate in enumerate(rates):
         if not (math.isfinite(rate) and rate > 0):
             raise UserError(
