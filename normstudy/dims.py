@@ -13,7 +13,7 @@ final norm.
 from jaxtyping import Array, Float, Int
 
 Stream = Float[Array, "B T D"]
-Streams = Float[Array, "L+1 B T D"]
+Streams = Float[Array, "S B T D"]
 Tokens = Int[Array, "B T"]
 Logits = Float[Array, "B T V"]
 PerLayer = Float[Array, " L"]

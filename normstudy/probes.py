@@ -43,7 +43,7 @@ def norm_from_squares(squares_KLB: Float[Array, "K L B"]) -> Estimate:
     return Estimate(norm, se_of_mean / (2 * jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)))
 
 
-def stream_gradients(loss: Callable[[Streams], Array], nudge: Streams) -> Float[Array, "L+1"]:
+def stream_gradients(loss: Callable[[Streams], Array], nudge: Streams) -> Float[Array, " S"]:
     """Frobenius norm of d loss / d x_l for l = 0..L, from one backward pass."""
     return jnp.sqrt(jnp.sum(_squares(jax.grad(loss)(nudge)), -1))
 
@@ -80,7 +80,7 @@ def jacobian_of_blocks(
     return norm_from_squares(jnp.swapaxes(squares_LKB, 0, 1) / _size(inputs[0]))
 
 
-def token_similarity(streams: Streams) -> Float[Array, "L+1"]:
+def token_similarity(streams: Streams) -> Float[Array, " S"]:
     """Mean cosine between the stream vectors of a sequence's positions; 1 = collapsed."""
     T = streams.shape[2]
     unit = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
@@ -88,7 +88,7 @@ def token_similarity(streams: Streams) -> Float[Array, "L+1"]:
     return jnp.mean((total - T) / (T * (T - 1)), -1)
 
 
-def activation_rms(streams: Streams) -> Float[Array, "L+1"]:
+def activation_rms(streams: Streams) -> Float[Array, " S"]:
     """Root mean square of the entries of x_l, l = 0..L."""
     return jnp.sqrt(jnp.mean(streams.astype(jnp.float32) ** 2, (1, 2, 3)))
 

@@ -1,0 +1,40 @@
+# Two commands on a fresh machine: make reproduce, make test. Both make .venv on first use.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: install reproduce tune test lint figures clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@if command -v uv >/dev/null; then \
+	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
+	  uv pip install --quiet --python $(BIN)/python -e '.[test]'; \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet -e '.[test]'; \
+	fi
+	@touch $@
+
+reproduce: install
+	$(BIN)/python experiments/reproduce.py $(ARGS)
+
+tune: install
+	$(BIN)/python experiments/tune_lr.py $(ARGS)
+
+figures: install
+	$(BIN)/normstudy figures $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build *.egg-info
