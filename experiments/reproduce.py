@@ -42,7 +42,7 @@ ARMS: study.Arms = {
 
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/reproduce")
-    chosen = cli.chosen_arms(options, list(ARMS))
+    chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
     study.run_arms(base, ARMS, chosen, options.seeds, options.out, "reproduction")
     title = f"What moving the norm does to {base.model.layers} layers"

@@ -39,7 +39,7 @@ def choose_lr(rows: list[dict]) -> float:
 
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/tune_lr")
-    chosen = cli.chosen_arms(options, list(ARMS))
+    chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
     runs = study.run_arms(base, ARMS, chosen, options.seeds, options.out, "learning-rate grid")
     how = f"python experiments/tune_lr.py --preset {options.preset} --seeds {options.seeds}"

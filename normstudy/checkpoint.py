@@ -65,7 +65,9 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
         path = path.parent
     found = steps(path)
     if not found:
-        raise UserError(f"{path} holds no checkpoint (looked in {path / FOLDER})")
+        runs = sorted(path.glob(f"arms/*/*/{FOLDER}"))
+        hint = f"; it is a study, probe one of its runs, e.g. {runs[0].parent}" if runs else ""
+        raise UserError(f"{path} holds no checkpoint (looked in {path / FOLDER}){hint}")
     if step is not None and step not in found:
         raise UserError(f"{path} has no checkpoint at step {step}; it has {found}")
     return path, found[-1] if step is None else step

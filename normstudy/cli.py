@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,11 +73,26 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
     return command.study, command.run
 
 
-def chosen_arms(study: Study, names: Sequence[str]) -> list[str]:
-    """The arms asked for. Raises UserError for an unknown one, with the valid ones."""
-    if study.arms == "all":
-        return list(names)
-    return [choose("arm", name.strip(), names) for name in study.arms.split(",")]
+def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) -> list[str]:
+    """The arms asked for.
+
+    Raises UserError for an unknown one (lists the valid ones), or when an option was given that
+    every chosen arm sets by itself, so that it would do nothing.
+    """
+    names = list(arms) if study.arms == "all" else [n.strip() for n in study.arms.split(",")]
+    chosen = [choose("arm", name, arms) for name in names]
+    preset = config.PRESETS[study.preset or "cpu"]
+    for field in config.differences(preset, base):
+        without, given = (
+            [(config.fields_of(run) | arms[name](run))[field] for name in chosen]
+            for run in (preset, base)
+        )
+        if without == given:
+            raise UserError(
+                f"--{field} would do nothing: it is what the chosen arms set "
+                f"({', '.join(str(v) for v in dict.fromkeys(given))}); choose arms by --arms"
+            )
+    return chosen
 
 
 def show(rows: list[dict[str, Any]], study: Study) -> None:

@@ -79,6 +79,16 @@ def entropy(frequencies: np.ndarray) -> float:
     return float(-(seen * np.log(seen)).sum())
 
 
+def describe(corpus: Corpus, val_fraction: float, vocab: int) -> str:
+    """One line for people: name, size, hash, and H1 of the training split."""
+    train, val = corpus.split(val_fraction)
+    h1 = entropy(unigram(train, vocab))
+    return (
+        f"corpus {corpus.name}: {len(train):,} training and {len(val):,} validation tokens, sha256 "
+        f"{corpus.sha256[:16]}; unigram entropy H1 = {h1:.4f} nats ({h1 / np.log(2):.4f} bits)"
+    )
+
+
 def verify(content: bytes, length: int, sha256: str, what: str) -> None:
     """Raises UserError when the content is not the one that was pinned."""
     found = hashlib.sha256(content).hexdigest()

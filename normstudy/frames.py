@@ -185,6 +185,7 @@ def summary_row(logs: Logs) -> dict[str, Any]:
         "jacobian_at_init": first["jacobian_to_end"][0],
         "max_jacobian": peak,
         "similarity_at_init": first["similarity"][-1],
+        "unigram_kl": logs.probes[-1]["unigram_kl"],
     }
     for name in ("best", "last", "val"):
         nats = row[f"{name}_loss"]

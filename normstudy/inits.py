@@ -48,6 +48,16 @@ def gains_over_xavier(model: Model, stds: dict[str, float]) -> dict[str, float]:
     }
 
 
+def describe(model: Model, stds: dict[str, float]) -> str:
+    """The gains for people, roles with the same gain together, e.g. 'q k v up 1, o down 0.102'."""
+    groups: dict[str, list[str]] = {}
+    for name, gain in gains_over_xavier(model, stds).items():
+        groups.setdefault(f"{gain:.3g}", []).append(name)
+    return (
+        ", ".join(f"{' '.join(names)} {gain}" for gain, names in groups.items()) + " x Xavier std"
+    )
+
+
 def matrix(key: Array, shape: tuple[int, ...], std: Array | float) -> Array:
     """A float32 matrix of normal entries, mean 0, standard deviation std."""
     return std * jax.random.normal(key, shape)

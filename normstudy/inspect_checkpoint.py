@@ -46,7 +46,7 @@ def table(path: Path, step: int | None, vectors: int) -> tuple[dict[str, Any], l
         "placement": run.model.placement,
         "loss (nats, probe batch)": float(found["probe_loss"]),
         "unigram entropy H1 (nats)": corpus.entropy(frequencies),
-        "KL to unigram (nats)": float(found["unigram_kl"]),
+        "KL(unigram || prediction) (nats)": float(found["unigram_kl"]),
         "vectors": vectors,
     }
     rows = [

@@ -110,7 +110,6 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     log_p = jax.nn.log_softmax(model.read(streams[-1]))
-    log_u = jnp.log(jnp.maximum(unigram, 1e-9))
     to_end = jacobian_to_end(lambda n: model.stack(x0, n)[0], nudge, end_key, vectors)
     skip = jacobian_to_end(lambda n: model.stack(x0, n, skip_only=True)[0], nudge, end_key, vectors)
     of_block = jacobian_of_blocks(
@@ -118,7 +117,9 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
     )
     return {
         "probe_loss": -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1)),
-        "unigram_kl": jnp.mean(jnp.sum(jnp.exp(log_p) * (log_p - log_u), -1)),
+        # KL(unigram || prediction): 0 where the model predicts letter frequencies and nothing else
+        "unigram_kl": jnp.sum(jax.scipy.special.xlogy(unigram, unigram))
+        - jnp.mean(log_p @ unigram),
         "stream_gradient": stream_gradients(loss, nudge),
         "jacobian_to_end": to_end.norm,
         "jacobian_to_end_se": to_end.se,

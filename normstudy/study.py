@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from normstudy import config, figures, frames, record, report, schedules, tables
+from normstudy import (
+    config,
+    corpus,
+    figures,
+    frames,
+    inits,
+    record,
+    report,
+    schedules,
+    tables,
+    train,
+)
 from normstudy.errors import choose
 from normstudy.frames import Logs
 from normstudy.progress import say
@@ -29,8 +40,6 @@ def run_arms(
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
-    from normstudy import train  # here, so that figures and summaries start without jax
-
     names = list(arms)
     jobs = []
     for name in dict.fromkeys(choose("arm", name, arms) for name in chosen):
@@ -40,9 +49,11 @@ def run_arms(
             folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
             jobs.append((name, run, folder))
     record.open_folder(out, record.identity(dataclasses.asdict(base), kind), kind)
+    say(corpus.describe(corpus.load(base.data.corpus), base.data.val_fraction, base.model.vocab))
     for name, run, _ in jobs:
         if run.seed == base.seed:
-            say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}")
+            say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}; init "
+                f"{inits.describe(run.model, train.standard_deviations(run))}")  # fmt: skip
     began, done = time.monotonic(), 0
     for i, (name, run, folder) in enumerate(jobs):
         say(f"[{i + 1}/{len(jobs)}] {name}, seed {run.seed}{_eta(began, done, len(jobs) - i)}")
