@@ -259,7 +259,7 @@ PRESETS: dict[str, Run] = {
         optim=Optim(warmup=4000),
         steps=10_000,
         checkpoint_every=1000,
-        probe=Probe(probe_every=500, probe_batch=256),
+        probe=Probe(probe_every=500, probe_batch=64),
         stop_after=2000,
     ),
 }

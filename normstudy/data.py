@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
+from normstudy import config, corpus
 from normstudy.errors import UserError
+
+
+class Feed(NamedTuple):
+    """All that a run reads: its text, in order, and what is known of it beforehand."""
+
+    text: corpus.Corpus
+    unigram: np.ndarray  # frequencies of the training split, (V,) float32
+    h1: float  # unigram entropy of the training split, nats
+    batches: Sequence[np.ndarray]  # [step] -> (B, T + 1) int32
+    held_out: Sequence[np.ndarray]  # the same from the validation split
+    probe_batch: np.ndarray  # the fixed sequences that every probe of every arm sees
+
+
+def feed(run: config.Run) -> Feed:
+    """The feed of a run. Raises UserError for a corpus that is missing, damaged or too short."""
+    text = corpus.load(run.data.corpus)
+    train, val = text.split(run.data.val_fraction)
+    unigram = corpus.unigram(train, run.model.vocab)
+
+    def take(tokens: np.ndarray, batch: int) -> Sequence[np.ndarray]:
+        return batches(tokens, run.model.context, batch, run.data.data_seed, run.model.vocab)
+
+    return Feed(
+        text,
+        unigram.astype(np.float32),
+        corpus.entropy(unigram),
+        take(train, run.data.batch),
+        take(val, run.data.batch),
+        take(val, run.probe.probe_batch)[0],
+    )
 
 
 class Windows(grain.sources.RandomAccessDataSource):

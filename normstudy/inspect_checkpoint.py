@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normstudy import checkpoint, config, corpus, data, mesh, record, train
+from normstudy import checkpoint, config, data, mesh, record, train
 
 COLUMNS = (
     "jacobian_to_end", "jacobian_to_end_se", "jacobian_of_block", "jacobian_of_block_se",
@@ -30,22 +30,15 @@ def table(path: Path, step: int | None, vectors: int) -> tuple[dict[str, Any], l
     )
     compiled, devices = train.programs_for(run)
     state = checkpoint.restore(folder, step, compiled.abstract)
-    text = corpus.load(run.data.corpus)
-    train_tokens, val_tokens = text.split(run.data.val_fraction)
-    frequencies = corpus.unigram(train_tokens, run.model.vocab)
-    batch = data.batches(
-        val_tokens, run.model.context, run.probe.probe_batch, run.data.data_seed, run.model.vocab
-    )[0]
-    key = jax.random.fold_in(jax.random.key(run.seed), step)
-    unigram = jnp.asarray(frequencies, jnp.float32)
-    found = jax.device_get(
-        compiled.measure(state.model, mesh.put_batch(devices, batch), unigram, key)
-    )
+    feed = data.feed(run)
+    batch = mesh.put_batch(devices, feed.probe_batch)
+    key = train.probe_key(run, step)
+    found = jax.device_get(compiled.measure(state.model, batch, jnp.asarray(feed.unigram), key))
     header = {
         "checkpoint": f"step {step} of {folder.name}",
         "placement": run.model.placement,
         "loss (nats, probe batch)": float(found["probe_loss"]),
-        "unigram entropy H1 (nats)": corpus.entropy(frequencies),
+        "unigram entropy H1 (nats)": feed.h1,
         "KL(unigram || prediction) (nats)": float(found["unigram_kl"]),
         "vectors": vectors,
     }

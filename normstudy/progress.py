@@ -11,7 +11,8 @@ class Progress:
 
     def __init__(self, name: str, start: int, total: int, tokens_per_step: int, every: float = 15):
         self.name, self.total, self.tokens, self.every = name, total, tokens_per_step, every
-        self.start, self.began, self.said = start, time.monotonic(), time.monotonic()
+        self.start = self.began = None  # set at the first report: compiling is no measure of speed
+        self.said = time.monotonic()
         self.live = sys.stderr.isatty()
         if self.live:
             from rich.console import Console
@@ -32,6 +33,9 @@ class Progress:
     def at(self, step: int, loss: float) -> None:
         """Report that `step` updates are done, the last at this loss (nats)."""
         now = time.monotonic()
+        if self.start is None or self.began is None:
+            self.start, self.began = step, now
+            return
         rate = (step - self.start) / max(now - self.began, 1e-9)
         text = f"loss {loss:.3f}  {rate * self.tokens:,.0f} tokens/s"
         if self.live:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import signal
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from jaxtyping import Array
 from normstudy import (
     checkpoint,
     config,
-    corpus,
     data,
     inits,
     mesh,
@@ -34,8 +32,8 @@ from normstudy import (
 )
 from normstudy.errors import Interrupted
 from normstudy.model import Model
-from normstudy.progress import Progress, say
-from normstudy.tensorboard import Board
+from normstudy.progress import say
+from normstudy.runlog import RunLog
 from normstudy.trees import path_names, to_dict
 
 
@@ -83,6 +81,7 @@ def update(
         "loss": loss,
         "gradient_norm": gradient_norm,
         "update_norm": optax.tree.norm(updates),
+        "alive": alive,
     }
     return new, scalars, (gradients, updates)
 
@@ -149,6 +148,11 @@ def standard_deviations(run: config.Run) -> dict[str, float]:
     return inits.standard_deviations(run.model, run.init, beta)
 
 
+def probe_key(run: config.Run, step: int) -> Array:
+    """Key of the probe vectors at a step."""
+    return jax.random.fold_in(jax.random.key(run.seed), step)
+
+
 def by_layer(name: str, tree: Any) -> dict[str, Array]:
     """Frobenius norm of every stacked leaf in every layer: {name/sublayer.kind: (L,)}."""
     layers = to_dict(tree)["layers"]
@@ -182,9 +186,7 @@ def check(run: config.Run) -> None:
     placements.row(run.model.placement)
     schedules.table(run.optim, run.model.width, run.steps)
     mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
-    text = corpus.load(run.data.corpus)
-    for tokens in text.split(run.data.val_fraction):
-        data.batches(tokens, run.model.context, run.data.batch, 0, run.model.vocab)
+    data.feed(run)
 
 
 def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
@@ -192,141 +194,145 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
 
     Raises UserError for a folder that is not this run's, Interrupted after Ctrl-C (all is saved).
     """
-    place = placements.row(run.model.placement)
-    text = corpus.load(run.data.corpus)
-    train_tokens, val_tokens = text.split(run.data.val_fraction)
-    frequencies = corpus.unigram(train_tokens, run.model.vocab)
-    h1 = corpus.entropy(frequencies)
+    feed = data.feed(run)
     rates = schedules.table(run.optim, run.model.width, run.steps)
     compiled, devices = programs_for(run)
-    shape = (run.model.context, run.data.batch, run.data.data_seed, run.model.vocab)
-    batches = data.batches(train_tokens, *shape)
-    held_out = data.batches(val_tokens, *shape)
-    put = functools.partial(mesh.put_batch, devices)
-    probe_batch = put(
-        data.batches(
-            val_tokens,
-            run.model.context,
-            run.probe.probe_batch,
-            run.data.data_seed,
-            run.model.vocab,
-        )[0]
-    )
-    unigram = jnp.asarray(frequencies, jnp.float32)
-
-    identity = record.identity(
-        dataclasses.asdict(run),
-        "run",
-        name=name,
-        corpus={"name": text.name, "sha256": text.sha256, "licence": text.licence,
-                "provenance": text.provenance, "tokens": len(text.tokens), "h1_nats": h1},
-        placement={"equation": place.text, "skip_norms": place.skip_norms,
-                   **place.constants(run.model.layers)._asdict()},
-        gains_over_xavier=inits.gains_over_xavier(run.model, standard_deviations(run)),
-        devices=mesh.describe(devices),
-    )  # fmt: skip
-    resumed = record.open_folder(folder, identity, "run")
+    resumed = record.open_folder(folder, _identity(run, name, feed, devices), "run")
     if resumed and (folder / record.OUTCOME).exists():
         return record.read_json(folder / record.OUTCOME)
+
     begin = (checkpoint.latest(folder) if resumed else None) or 0
     if begin:
         state = checkpoint.restore(folder, begin, compiled.abstract)
     else:
         state = initial_state(run, compiled)
-    for log in (record.METRICS, record.PROBES):
-        record.truncate(folder / log, begin)
-    losses = [r["loss"] for r in record.read_rows(folder / record.METRICS)] if begin else []
-
-    metrics, probe_log = (
-        record.Journal(folder / record.METRICS),
-        record.Journal(folder / record.PROBES),
-    )
-    board = Board(folder / "tb", begin)
-    bar = Progress(name, begin, run.steps, run.data.batch * run.model.context)
-    asked_to_stop = _watch_interrupt()
-    at = probe_steps(run.steps, run.probe.probe_every)
-    pending: tuple[int, dict[str, Any]] | None = None
-    settled = time.monotonic()
-
-    def settle() -> None:
-        """Fetch and log the step that is in flight; called after the next one was dispatched."""
-        nonlocal pending, settled
-        if pending is None:
-            return
-        step, values = pending
-        pending = None
-        values = jax.device_get(values)
-        before, settled = settled, time.monotonic()
-        probe = values.pop("probe", None)
-        row = {"step": step, "lr": rates[step], **values}
-        losses.append(float(values["loss"]))
-        metrics.write(row | {"seconds": round(settled - before, 4)})
-        board.scalars(row)
-        if probe is not None:
-            probe_log.write({"step": step, **probe})
-            board.layers(step, probe)
-        bar.at(step + 1, losses[-1])
-
-    step, why = begin, "all steps done"
-    try:
-        while step < run.steps:
-            batch, lr = put(batches[step]), jnp.float32(rates[step])
-            if step in at:
-                key = jax.random.fold_in(jax.random.key(run.seed), step)
-                state, values = compiled.probing(state, batch, lr, probe_batch, unigram, key)
-            else:
-                state, values = compiled.plain(state, batch, lr)
-            settle()
-            pending = (step, values)
-            step += 1
-            due = step % run.checkpoint_every == 0 and step < run.steps
-            if due or asked_to_stop() or step == run.steps:
-                settle()
-            if losses and not math.isfinite(losses[-1]):
-                why = "a loss that is not finite"
-                break
-            if asked_to_stop():
-                checkpoint.save(folder, step, state)
-                raise Interrupted(f"interrupted at step {step}; saved. The same command goes on")
-            if due:
-                checkpoint.save(folder, step, state)
-            if run.stop_after and step % 10 == 0:
-                sealed = outcome.sealed_for(np.array(losses), h1, run.optim.warmup)
-                if sealed >= run.stop_after:
-                    why = f"its fate has been sealed for {sealed} updates"
-                    break
-        settle()
+    with RunLog(folder, run, name, begin) as log:
+        state, why = _loop(run, folder, feed, rates, compiled, devices, state, log, begin)
         checkpoint.save(folder, int(state.step), state)
-    finally:
-        bar.close()
-        metrics.close()
-        probe_log.close()
-        board.close()
-
-    curve = outcome.smooth(np.array(losses))
-    finite = bool(state.alive)
-    result: dict[str, Any] = {
-        "name": name,
-        **outcome.classify(np.array(losses), h1, run.optim.warmup).as_dict(),
-        "steps_done": len(losses),
-        "stopped_because": why,
-        "best_loss": float(np.nanmin(curve)),
-        "last_loss": float(curve[-1]),
-        "val_loss": float(
-            np.mean([compiled.loss(state.model, put(held_out[i])) for i in range(run.eval_batches)])
-        ),
-        "h1": h1,
-        "outcome_rule": dataclasses.asdict(outcome.RULE),
-    }
-    if not finite:
-        step = int(state.step)  # the update that was refused
-        result["not_finite"] = _names(compiled.where(state.model, put(batches[step])))
+    result = {"name": name, **_result(run, feed, compiled, devices, state, log.losses, why)}
     record.write_json(folder / record.OUTCOME, result)
     say(f"{name}: {result['word']} (step {result['step']}): {result['why']}; stopped: {why}")
     return result
 
 
-def _names(parts: dict[str, Any]) -> dict[str, Any]:
+def _loop(
+    run: config.Run,
+    folder: Path,
+    feed: data.Feed,
+    rates: np.ndarray,
+    compiled: Programs,
+    devices: jax.sharding.Mesh,
+    state: State,
+    log: RunLog,
+    begin: int,
+) -> tuple[State, str]:
+    """Steps begin..run.steps: (last state, why it stopped). Metrics are fetched one step late."""
+    put = functools.partial(mesh.put_batch, devices)
+    probe_batch, unigram = put(feed.probe_batch), jnp.asarray(feed.unigram)
+    probed = probe_steps(run.steps, run.probe.probe_every)
+    in_flight: tuple[int, dict[str, Any]] | None = None
+    alive = True
+
+    def settle() -> None:
+        """Fetch and log the step in flight: called once the next one has been dispatched."""
+        nonlocal in_flight, alive
+        if in_flight is not None:
+            step, values = in_flight
+            values = jax.device_get(values)
+            alive = bool(values.pop("alive"))
+            log.write(step, rates[step], values)
+            in_flight = None
+
+    with _interruptible() as asked_to_stop:
+        for step in range(begin, run.steps):
+            batch, lr = put(feed.batches[step]), jnp.float32(rates[step])
+            if step in probed:
+                key = probe_key(run, step)
+                state, values = compiled.probing(state, batch, lr, probe_batch, unigram, key)
+            else:
+                state, values = compiled.plain(state, batch, lr)
+            settle()
+            if not alive:  # the step just dispatched changed nothing: it goes unlogged
+                return state, "a loss or gradient that is not finite"
+            in_flight, done = (step, values), step + 1
+            if asked_to_stop():
+                settle()
+                checkpoint.save(folder, int(state.step), state)
+                raise Interrupted(f"interrupted at step {done}; saved. The same command goes on")
+            if done % run.checkpoint_every == 0 and done < run.steps:
+                settle()
+                if alive:
+                    checkpoint.save(folder, done, state)
+            if run.stop_after and done % 10 == 0:
+                sealed = outcome.sealed_for(np.array(log.losses), feed.h1, run.optim.warmup)
+                if sealed >= run.stop_after:
+                    settle()
+                    return state, f"its fate has been sealed for {sealed} updates"
+        settle()
+    return state, "all steps done" if alive else "a loss or gradient that is not finite"
+
+
+def _result(
+    run: config.Run,
+    feed: data.Feed,
+    compiled: Programs,
+    devices: jax.sharding.Mesh,
+    state: State,
+    losses: list[float],
+    why: str,
+) -> dict[str, Any]:
+    """Outcome, losses, and where it stopped being finite: what outcome.json holds."""
+    put = functools.partial(mesh.put_batch, devices)
+    found = outcome.classify(np.array(losses), feed.h1, run.optim.warmup)
+    where = {}
+    if not state.alive:
+        step = int(state.step)  # the update that was refused
+        where = _not_finite(compiled.where(state.model, put(feed.batches[step])))
+        if found.word != "diverged":
+            found = outcome.Outcome("diverged", step, f"a gradient is not finite at step {step}")
+    curve = outcome.smooth(np.array(losses))
+    held_out = [compiled.loss(state.model, put(feed.held_out[i])) for i in range(run.eval_batches)]
+    return {
+        **found.as_dict(),
+        "steps_done": len(losses),
+        "stopped_because": why,
+        "best_loss": float(np.nanmin(curve)),
+        "last_loss": float(curve[-1]),
+        "val_loss": float(np.mean(held_out)),
+        "h1": feed.h1,
+        "outcome_rule": dataclasses.asdict(outcome.RULE),
+        **({"not_finite": where} if where else {}),
+    }
+
+
+def _identity(
+    run: config.Run, name: str, feed: data.Feed, devices: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """What config.json of a run holds."""
+    place, text = placements.row(run.model.placement), feed.text
+    return record.identity(
+        dataclasses.asdict(run),
+        "run",
+        name=name,
+        corpus={
+            "name": text.name,
+            "sha256": text.sha256,
+            "licence": text.licence,
+            "provenance": text.provenance,
+            "tokens": len(text.tokens),
+            "h1_nats": feed.h1,
+        },
+        placement={
+            "equation": place.text,
+            "skip_norms": place.skip_norms,
+            **place.constants(run.model.layers)._asdict(),
+        },
+        gains_over_xavier=inits.gains_over_xavier(run.model, standard_deviations(run)),
+        devices=mesh.describe(devices),
+    )
+
+
+def _not_finite(parts: dict[str, Any]) -> dict[str, Any]:
     """First layer with a stream that is not finite (None: all are); gradients that are not."""
     stream = np.asarray(parts["stream"])
     gradients = [
@@ -338,15 +344,22 @@ def _names(parts: dict[str, Any]) -> dict[str, Any]:
             "gradients": gradients}  # fmt: skip
 
 
-def _watch_interrupt() -> Callable[[], bool]:
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
     """Ctrl-C once asks the loop to save and stop at the next step; twice ends at once."""
     asked = []
 
     def handler(number, frame):
         asked.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
         say("\ninterrupt: saving at the next step (again: stop at once)")
 
-    with contextlib.suppress(ValueError):  # not the main thread: the caller watches
-        signal.signal(signal.SIGINT, handler)
-    return lambda: bool(asked)
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals reach the main thread alone: the caller watches
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)

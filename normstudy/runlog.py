@@ -1,0 +1,55 @@
+"""What a running job writes: both JSONL logs, TensorBoard, progress. From process 0 alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from normstudy import config, record
+from normstudy.progress import Progress
+from normstudy.tensorboard import Board
+
+
+class RunLog:
+    """Takes the values of one step after the other; a context manager that closes its files."""
+
+    def __init__(self, folder: Path, run: config.Run, name: str, begin: int):
+        for log in (record.METRICS, record.PROBES):
+            record.truncate(folder / log, begin)
+        rows = record.read_rows(folder / record.METRICS) if begin else []
+        self.losses = [row["loss"] for row in rows]  # nats, of every step so far
+        self.writes = jax.process_index() == 0
+        self.settled = time.monotonic()
+        if self.writes:
+            self.metrics = record.Journal(folder / record.METRICS)
+            self.probes = record.Journal(folder / record.PROBES)
+            self.board = Board(folder / "tb", begin)
+            self.bar = Progress(name, begin, run.steps, run.data.batch * run.model.context)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.writes:
+            self.bar.close()
+            self.metrics.close()
+            self.probes.close()
+            self.board.close()
+
+    def write(self, step: int, lr: float, values: dict[str, Any]) -> None:
+        """Log the values of one step (host arrays): scalars, and "probe" where it was probed."""
+        before, self.settled = self.settled, time.monotonic()
+        probe = values.get("probe")
+        row = {"step": step, "lr": lr, **{k: v for k, v in values.items() if k != "probe"}}
+        self.losses.append(float(values["loss"]))
+        if not self.writes:
+            return
+        self.metrics.write(row | {"seconds": round(self.settled - before, 4)})
+        self.board.scalars(row)
+        if probe is not None:
+            self.probes.write({"step": step, **probe})
+            self.board.layers(step, probe)
+        self.bar.at(step + 1, self.losses[-1])
