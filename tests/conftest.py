@@ -1,13 +1,15 @@
 """Strict numerics for every test in this process; eight CPU devices, so that meshes are real."""
 
+import signal
+
 import jax
 import pytest
+import tiny
 
-from normstudy import mesh
+from normstudy import mesh, study, train
 
 mesh.start(cpu_devices=8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture
@@ -15,3 +17,54 @@ def x64():
     """float64 for one test: identities are tested where rounding cannot hide an error."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def strict():
+    """No implicit dtype promotion, for one test in float32.
+
+    Not for all of them: optax's adam relies on promotion, and promote_types itself is refused then.
+    """
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_python_s_again():
+    """Training installs a handler for Ctrl-C; no test may leave it to the next one."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Meshes of one device in a process that has eight."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.fixture
+def no_start(monkeypatch):
+    """Commands called in this process find their devices started."""
+    monkeypatch.setattr(mesh, "start", lambda cpu_devices=None: None)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """(config, run folder, outcome) of one tiny run over eight devices."""
+    run, folder = tiny.run(), tmp_path_factory.mktemp("finished") / "run"
+    return run, folder, train.train(run, folder, "tiny")
+
+
+ARMS = {
+    "post": lambda base: {},
+    "post/blows-up": lambda base: {"lr": 1e30},
+    "pre": lambda base: {"placement": "pre", "schedule": "cosine", "warmup": 3},
+}
+
+
+@pytest.fixture(scope="session")
+def drawn_study(tmp_path_factory):
+    """(folder, rows) of a tiny study of three arms, one of them dead, drawn and reported."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    study.run_arms(tiny.run(), ARMS, list(ARMS), 1, out, "test")
+    return out, study.sum_up(out, "A tiny study", "pytest")
