@@ -243,7 +243,7 @@ PRESETS: dict[str, Run] = {
         steps=12,
         eval_batches=2,
     ),
-    # lr: the largest that pre-norm bears, by experiments/tune_lr.py (experiments/results/lr_grid.csv)
+    # lr: the largest that pre-norm bears, by experiments/tune_lr.py (see results/lr_grid.csv)
     "cpu": Run(optim=Optim(lr=0.032, warmup=200), steps=400, stop_after=100),
     "gpu": Run(
         model=Model(width=512, heads=8, ff=2048, context=256),

@@ -57,6 +57,7 @@ class Figure:
     frame: Callable[[list[Logs]], Table]
     draw: Callable[[Table], Canvas]
     sentence: Callable[[Table], str]
+    all_seeds: bool = False  # False: the lowest seed of each arm
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def draw_all(runs: list[Logs], folder: Path) -> list[Drawn]:
 
 
 def _write(figure: Figure, runs: list[Logs], folder: Path) -> Drawn:
-    table = figure.frame(runs)
+    table = figure.frame(runs if figure.all_seeds else frames.first_seeds(runs))
     csv, png = folder / f"{figure.name}.csv", folder / f"{figure.name}.png"
     csv.write_text(frames.to_csv(table), encoding="utf-8")
     with plt.rc_context(STYLE):
@@ -149,14 +150,17 @@ def _update_ratio(runs: list[Logs]) -> Table:
 
 def _draw_loss(table: Table) -> Canvas:
     canvas, axes = plt.subplots(figsize=(WIDTH, 3.4))
-    for i, (run, rows) in enumerate(_by(table, "run")):
-        steps, smoothed = _column(rows, "step"), _column(rows, "smoothed")
-        word = rows[0]["outcome"]
-        axes.plot(
-            steps, smoothed, "-" if word in ALIVE else "--", marker=MARKERS[i % len(MARKERS)],
-            markevery=(i * 7, 70), markersize=3.5, label=f"{run}: {word}",
-        )  # fmt: skip
-        axes.plot(steps, _column(rows, "loss"), color=axes.lines[-1].get_color(), lw=0.4, alpha=0.2)
+    for i, (arm, of_arm) in enumerate(_by(table, "arm")):
+        seeds = _by(of_arm, "run")
+        words = [rows[0]["outcome"] for _, rows in seeds]
+        for j, (_, rows) in enumerate(seeds):
+            axes.plot(
+                _column(rows, "step"), _column(rows, "smoothed"), f"C{i % 10}",
+                ls="-" if words[j] in ALIVE else "--", marker=MARKERS[i % len(MARKERS)],
+                markevery=(i * 7, 70), markersize=3.5,
+                label=f"{arm}: {sentences.tally(words)}" if j == 0 else None,
+            )  # fmt: skip
+            axes.plot(_column(rows, "step"), _column(rows, "loss"), f"C{i % 10}", lw=0.4, alpha=0.2)
     h1 = table[0]["h1"]
     axes.axhline(h1, color="black", lw=0.8, ls=":")
     axes.annotate(
@@ -341,7 +345,7 @@ def _column(rows: Table, name: str) -> np.ndarray:
 
 
 FIGURES = [
-    Figure("loss", "Loss", frames.loss, _draw_loss, sentences.loss),
+    Figure("loss", "Loss", frames.loss, _draw_loss, sentences.loss, all_seeds=True),
     Figure(
         "jacobian",
         "Jacobian norm from each layer to the end",

@@ -81,15 +81,25 @@ def _load_run(folder: Path) -> Logs:
     )
 
 
+def first_seeds(runs: list[Logs]) -> list[Logs]:
+    """One run of each arm, the one with the lowest seed: for figures with a panel an arm."""
+    lowest: dict[str, Logs] = {}
+    for logs in runs:
+        if logs.name not in lowest or logs.run.seed < lowest[logs.name].run.seed:
+            lowest[logs.name] = logs
+    return list(lowest.values())
+
+
 def loss(runs: list[Logs]) -> Table:
     """Training loss of every step, raw and smoothed as the outcome rule sees it; nats."""
     table = []
     for logs in runs:
+        word = logs.outcome.get("word", "running")
         losses = np.array([row["loss"] for row in logs.metrics])
         for row, smoothed in zip(logs.metrics, outcome.smooth(losses), strict=True):
             table.append(
-                {"run": logs.label, "outcome": logs.outcome.get("word", "running"),
-                 "step": row["step"], "loss": row["loss"], "smoothed": smoothed, "h1": logs.h1}
+                {"arm": logs.name, "run": logs.label, "outcome": word, "step": row["step"],
+                 "loss": row["loss"], "smoothed": smoothed, "h1": logs.h1}
             )  # fmt: skip
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -11,10 +12,13 @@ from normstudy.frames import Table
 
 def loss(table: Table) -> str:
     """Who trains, who does not, and against what."""
-    words: dict[str, list[str]] = {}
+    arms: dict[str, dict[str, str]] = {}
     for run, rows in _runs(table):
-        words.setdefault(rows[0]["outcome"], []).append(run)
-    parts = [f"{word}: {', '.join(runs)}" for word, runs in words.items()]
+        arms.setdefault(rows[0]["arm"], {})[run] = rows[0]["outcome"]
+    words: dict[str, list[str]] = {}
+    for arm, outcomes in arms.items():
+        words.setdefault(tally(list(outcomes.values())), []).append(arm)
+    parts = [f"{word}: {', '.join(names)}" for word, names in words.items()]
     return (
         f"Training loss, smoothed (bold) and raw (faint); the dotted line is the unigram entropy "
         f"of the corpus, {table[0]['h1']:.2f} nats: a model there has learned letter frequencies "
@@ -121,6 +125,13 @@ def schedules(table: Table) -> str:
         rates = [row["lr"] for row in rows]
         parts.append(f"{run} {_number(rates[0])} to {_number(max(rates))}")
     return f"Learning rate as applied. At update 1, and at its highest: {'; '.join(parts)}."
+
+
+def tally(words: list[str]) -> str:
+    """'trained' for one seed; 'trained 2 of 3, stalled 1 of 3' for several."""
+    if len(words) == 1:
+        return words[0]
+    return ", ".join(f"{word} {n} of {len(words)}" for word, n in Counter(words).items())
 
 
 def _runs(table: Table) -> list[tuple[str, Table]]:
