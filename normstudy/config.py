@@ -132,7 +132,10 @@ class Run:
     steps: int = 400  # updates
     eval_batches: int = 8  # validation batches at the end
     checkpoint_every: int = 200  # updates
-    stop_after: int = 0  # end a run whose fate has been sealed for so many updates; 0: never
+    # end a run that has been collapsed or stalled for so many updates after its warmup; 0: never.
+    # Off by default, since a plateau can end: at lr 0.032 pre-norm sat on H1 for 130 updates, where a
+    # patience of 100 called it dead, and then trained
+    stop_after: int = 0
 
     def __post_init__(self):
         _positive(self, "steps", "eval_batches", "checkpoint_every")
@@ -244,7 +247,7 @@ PRESETS: dict[str, Run] = {
         eval_batches=2,
     ),
     # lr: the largest that pre-norm bears, by experiments/tune_lr.py (see results/lr_grid.csv)
-    "cpu": Run(optim=Optim(lr=0.032, warmup=200), steps=400, stop_after=100),
+    "cpu": Run(optim=Optim(lr=0.032, warmup=200), steps=400),
     "gpu": Run(
         model=Model(width=512, heads=8, ff=2048, context=256),
         data=Data(batch=64),
@@ -252,7 +255,6 @@ PRESETS: dict[str, Run] = {
         steps=10_000,
         checkpoint_every=1000,
         probe=Probe(probe_every=500),
-        stop_after=2000,
     ),
     "tpu": Run(
         model=Model(width=1024, heads=16, ff=4096, context=512),
@@ -261,6 +263,5 @@ PRESETS: dict[str, Run] = {
         steps=10_000,
         checkpoint_every=1000,
         probe=Probe(probe_every=500, probe_batch=64),
-        stop_after=2000,
     ),
 }

@@ -68,3 +68,15 @@ def drawn_study(tmp_path_factory):
     out = tmp_path_factory.mktemp("study") / "out"
     study.run_arms(tiny.run(), ARMS, list(ARMS), 1, out, "test")
     return out, study.sum_up(out, "A tiny study", "pytest")
+
+
+@pytest.fixture(scope="session")
+def wide():
+    """One run on three meshes of eight devices, wide enough that its matrices are split."""
+    sizes = {"width": 32, "heads": 4, "ff": 64}
+    meshes = {
+        "data": {"data": 8},
+        "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
+        "fsdp": {"data": 1, "fsdp": 8},
+    }
+    return {name: tiny.run(**sizes, **axes) for name, axes in meshes.items()}
