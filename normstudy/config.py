@@ -133,8 +133,8 @@ class Run:
     eval_batches: int = 8  # validation batches at the end
     checkpoint_every: int = 200  # updates
     # end a run that has been collapsed or stalled for so many updates after its warmup; 0: never.
-    # Off by default, since a plateau can end: at lr 0.032 pre-norm sat on H1 for 130 updates, where a
-    # patience of 100 called it dead, and then trained
+    # Off by default, since a plateau can end: at lr 0.032 pre-norm sat on H1 until update 156 and
+    # then trained, where a patience of 100 updates had called it dead
     stop_after: int = 0
 
     def __post_init__(self):

@@ -67,7 +67,18 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
     """Write summary.json and summary.md, and figures and report.html, from the logs under OUT."""
     runs = frames.load(out)
     rows = [frames.summary_row(logs) for logs in runs]
-    summary = {"title": title, "h1_nats": runs[0].h1, "arms": by_arm(rows)}
+    identity = record.read_json(out / record.CONFIG)
+    seeds = len({logs.run.seed for logs in runs})
+    summary = {
+        "title": title,
+        "command": card,
+        "code": identity["code"],
+        "versions": identity["versions"],
+        "config": identity["config"],
+        "seeds": f"{seeds} seed{'s' if seeds > 1 else ''}",
+        "h1_nats": runs[0].h1,
+        "arms": by_arm(rows),
+    }
     record.write_json(out / "summary.json", summary)
     table = tables.markdown(frames.closing_table(rows))
     (out / "summary.md").write_text(f"# {title}\n\n{table}\n", encoding="utf-8")

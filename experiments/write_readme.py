@@ -1,0 +1,62 @@
+"""Fill the generated parts of README.md: the placements table, the outcome words, the results.
+
+Command   python experiments/write_readme.py
+Time      seconds
+Expect    README.md as it stands in the repository; tests/test_readme.py compares the two
+
+The results come from experiments/results/*.json, each the summary.json of `make reproduce`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from normstudy import frames, outcome, placements, tables
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = {
+    "reproduce.json": "`make reproduce`: learning rate {lr:g}, the largest of the grid that pre-norm "
+    "bears for every seed ([lr_grid.csv](experiments/results/lr_grid.csv))",
+    "reproduce_lr1e-3.json": "`make reproduce ARGS=\"--lr 1e-3 --out runs/lr1e-3\"`: learning rate "
+    "{lr:g}, a common default of Adam",
+}  # fmt: skip
+
+
+def regions() -> dict[str, str]:
+    """{marker: Markdown that stands between <!-- marker --> and <!-- /marker --> in README.md}."""
+    return {
+        "placements": tables.markdown(placements.as_rows()),
+        "outcomes": "\n".join(f"- `{word}`: {says}" for word, says in outcome.WORDS.items()),
+        "results": "\n\n".join(
+            _result(name, heading) for name, heading in RESULTS.items() if _path(name).exists()
+        ),
+    }
+
+
+def fill(text: str) -> str:
+    """README.md with every region replaced by what it should be."""
+    for name, content in regions().items():
+        pattern = rf"(<!-- {name} -->).*?(<!-- /{name} -->)"
+        text = re.sub(pattern, lambda m, c=content: f"{m[1]}\n{c}\n{m[2]}", text, flags=re.S)
+    return text
+
+
+def _path(name: str) -> Path:
+    return ROOT / "experiments" / "results" / name
+
+
+def _result(name: str, heading: str) -> str:
+    summary = json.loads(_path(name).read_text(encoding="utf-8"))
+    rows = [row for arm in summary["arms"].values() for row in arm["runs"]]
+    h1 = summary["h1_nats"]
+    return (
+        f"{heading.format(lr=summary['config']['optim']['lr'])}; {summary['seeds']} of each arm, "
+        f"H1 = {h1:.2f} nats.\n\n{tables.markdown(frames.closing_table(rows))}"
+    )
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(fill(readme.read_text(encoding="utf-8")), encoding="utf-8")
