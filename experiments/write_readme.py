@@ -17,11 +17,11 @@ from normstudy import frames, outcome, placements, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
-    "reproduce.json": "`make reproduce`: learning rate {lr:g}, the largest of the grid that pre-norm "
-    "bears for every seed ([lr_grid.csv](experiments/results/lr_grid.csv))",
-    "reproduce_lr1e-3.json": "`make reproduce ARGS=\"--lr 1e-3 --out runs/lr1e-3\"`: learning rate "
+    "reproduce.json": "`make reproduce`: learning rate {lr:g}, the largest of the grid at which "
+    "pre-norm trains for every seed ([lr_grid.csv](experiments/results/lr_grid.csv))",
+    "reproduce_lr1e-3.json": '`make reproduce ARGS="--lr 1e-3 --out runs/lr1e-3"`: learning rate '
     "{lr:g}, a common default of Adam",
-}  # fmt: skip
+}
 
 
 def regions() -> dict[str, str]:
