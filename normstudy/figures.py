@@ -246,7 +246,7 @@ def _heat_maps(column: str, label: str) -> Callable:
                 np.maximum(grid, low), norm=norm, cmap="viridis", aspect="auto",
                 origin="lower", interpolation="nearest",
             )  # fmt: skip
-            shown = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))
+            shown = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
             axes.set_xticks(shown, [str(steps[i]) for i in shown])
             axes.set_title(run)
         canvas.colorbar(

@@ -190,7 +190,8 @@ def summary_row(logs: Logs) -> dict[str, Any]:
         "last_loss": logs.outcome.get("last_loss"),
         "val_loss": logs.outcome.get("val_loss"),
         "h1": logs.h1,
-        "gradient_bottom_over_top": first["stream_gradient"][0] / first["stream_gradient"][-1],
+        # at the inputs of the bottom and of the top block, x_0 and x_{L-1}
+        "gradient_bottom_over_top": first["stream_gradient"][0] / first["stream_gradient"][-2],
         "skip_gain": first["skip_gain"][0],
         "jacobian_at_init": first["jacobian_to_end"][0],
         "max_jacobian": peak,

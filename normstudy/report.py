@@ -18,7 +18,7 @@ h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin:
 img { width: 100%; max-width: 46rem; height: auto; display: block; margin: .6rem auto; }
 table { border-collapse: collapse; font: 13px/1.3 ui-monospace, monospace; width: 100%; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child, td.word { text-align: left; }
+th:first-child, td:first-child, .word { text-align: left; }
 .trained, .spiked { color: #00691c; } .collapsed, .stalled, .diverged { color: #b00020; }
 .wide { overflow-x: auto; } .small { color: #555; font-size: .85rem; }
 a { color: #00457c; }
@@ -81,7 +81,8 @@ def _figure(figure: Drawn) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     table = frames.closing_table(rows)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
+    kinds = {"outcome": ' class="word"'}
+    head = "".join(f"<th{kinds.get(name, '')}>{html.escape(name)}</th>" for name in table[0])
     body = ""
     for row in table:
         cells = ""

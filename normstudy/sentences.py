@@ -18,7 +18,7 @@ def loss(table: Table) -> str:
     words: dict[str, list[str]] = {}
     for arm, outcomes in arms.items():
         words.setdefault(tally(list(outcomes.values())), []).append(arm)
-    parts = [f"{word}: {', '.join(names)}" for word, names in words.items()]
+    parts = [f"{word.capitalize()}: {', '.join(names)}" for word, names in words.items()]
     return (
         f"Training loss, smoothed (bold) and raw (faint); the dotted line is the unigram entropy "
         f"of the corpus, {table[0]['h1']:.2f} nats: a model there has learned letter frequencies "
@@ -82,7 +82,7 @@ def stream_gradient(table: Table) -> str:
         first = _at(rows, min(row["step"] for row in rows), "stream_gradient")
         parts.append(f"{run} {_number(first[0] / first[-1])}")
     return (
-        "Norm of the loss gradient at each layer's input. Bottom layer over top layer at step 0: "
+        "Norm of the loss gradient at each layer's input. Bottom layer over top layer, step 0: "
         f"{'; '.join(parts)}."
     )
 
