@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/tune_lr")
     chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
-    runs = study.run_arms(base, ARMS, chosen, options.seeds, options.out, "learning-rate grid")
+    study.run_arms(base, ARMS, chosen, options.seeds, options.out, "learning-rate grid")
     how = f"python experiments/tune_lr.py --preset {options.preset} --seeds {options.seeds}"
     rows = study.sum_up(options.out, "Pre-norm over learning rates", how, draw=options.draw)
     grid = [
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
                 for name in ("outcome", "at_step", "best_loss", "last_loss", "val_loss", "h1")
             },
         }
-        for logs, row in zip(runs, rows, strict=True)
+        for logs, row in zip(frames.load(options.out), rows, strict=True)
     ]
     (options.out / "lr_grid.csv").write_text(frames.to_csv(grid), encoding="utf-8")
     cli.show(rows, options)

@@ -19,10 +19,12 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def save(run_folder: Path, step: int, state: Any) -> None:
-    """Write the state after `step` updates, and wait until it is whole on the disk."""
+    """Write the state after `step` updates, and wait until it is whole. UserError if it is not."""
     with _open(run_folder) as checkpointer:
-        if step not in _steps(checkpointer):
-            checkpointer.save(step, to_dict(state))
+        found = _steps(checkpointer)
+        # orbax says no to a step below the newest, and only by its return value
+        if step not in found and not checkpointer.save(step, to_dict(state)):
+            raise UserError(f"checkpoint {step} was not saved: {run_folder} already holds {found}")
 
 
 def latest(run_folder: Path) -> int | None:

@@ -214,7 +214,7 @@ def differences(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """The value, checked against its annotation; whole numbers pass as floats."""
     if typing.get_origin(hint) is Literal:
-        return choose(name, value, typing.get_args(hint))
+        return choose(name, str(value), typing.get_args(hint))
     kinds = typing.get_args(hint) or (hint,)
     if type(value) is int and float in kinds:
         return float(value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -12,14 +11,21 @@ from normstudy import config, corpus
 from normstudy.errors import UserError
 
 
+@runtime_checkable
+class Batches(Protocol):
+    """What a run reads its batches from: [step], for any step."""
+
+    def __getitem__(self, step: int) -> np.ndarray: ...
+
+
 class Feed(NamedTuple):
     """All that a run reads: its text, in order, and what is known of it beforehand."""
 
     text: corpus.Corpus
     unigram: np.ndarray  # frequencies of the training split, (V,) float32
     h1: float  # unigram entropy of the training split, nats
-    batches: Sequence[np.ndarray]  # [step] -> (B, T + 1) int32
-    held_out: Sequence[np.ndarray]  # the same from the validation split
+    batches: Batches  # [step] -> (B, T + 1) int32
+    held_out: Batches  # the same from the validation split
     probe_batch: np.ndarray  # the fixed sequences that every probe of every arm sees
 
 
@@ -29,7 +35,7 @@ def feed(run: config.Run) -> Feed:
     train, val = text.split(run.data.val_fraction)
     unigram = corpus.unigram(train, run.model.vocab)
 
-    def take(tokens: np.ndarray, batch: int) -> Sequence[np.ndarray]:
+    def take(tokens: np.ndarray, batch: int) -> Batches:
         return batches(tokens, run.model.context, batch, run.data.data_seed, run.model.vocab)
 
     return Feed(
@@ -59,9 +65,7 @@ class Windows(grain.sources.RandomAccessDataSource):
         return f"Windows(tokens={len(self.tokens)}, context={self.context})"
 
 
-def batches(
-    tokens: np.ndarray, context: int, batch: int, seed: int, vocab: int
-) -> Sequence[np.ndarray]:
+def batches(tokens: np.ndarray, context: int, batch: int, seed: int, vocab: int) -> Batches:
     """An endless grain MapDataset: [step] is an int32 array (batch, context + 1).
 
     Raises UserError when the text is shorter than one batch, or holds a token outside the vocab.

@@ -332,7 +332,7 @@ def _panels(table: Table, share: bool = True):
     return canvas, list(zip(flat, runs, strict=False))
 
 
-def _by(table: Iterable[dict], column: str) -> list[tuple[str, Table]]:
+def _by(table: Iterable[dict], column: str) -> list[tuple[Any, Table]]:
     """Rows grouped by a column, groups in the order of their first row."""
     groups: dict = {}
     for row in table:

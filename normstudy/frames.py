@@ -55,7 +55,7 @@ def load(folder: Path) -> list[Logs]:
     """
     if not (folder / record.CONFIG).exists():
         raise UserError(f"{folder} is neither a run nor a study: it has no {record.CONFIG}")
-    if record.read_json(folder / record.CONFIG)["kind"] == "run":
+    if record.read_identity(folder / record.CONFIG)["kind"] == "run":
         folders = [folder]
     else:
         folders = sorted(p.parent for p in folder.glob(f"arms/*/*/{record.CONFIG}"))
@@ -67,7 +67,8 @@ def load(folder: Path) -> list[Logs]:
 
 
 def _load_run(folder: Path) -> Logs:
-    tree = record.read_json(folder / record.CONFIG)
+    needed = ("name", "corpus", "placement")
+    tree = record.read_identity(folder / record.CONFIG, "run", *needed)
     finished = folder / record.OUTCOME
     return Logs(
         name=tree["name"],

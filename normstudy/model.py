@@ -86,7 +86,7 @@ class Model(nnx.Module):
         """x_0 = multiplier * E[token] + P[position]. Source: Vaswani et al. 2017, section 3.4."""
         multiplier = self.cfg.embed_multiplier
         multiplier = self.cfg.width**0.5 if multiplier is None else multiplier
-        return multiplier * self.embed[...][tokens] + self.positions[...][: tokens.shape[1]]
+        return multiplier * self.embed[...][tokens] + self.positions[...][None, : tokens.shape[1]]
 
     def stack(
         self, x: Stream, nudge: Streams | None = None, *, skip_only: bool = False

@@ -47,10 +47,15 @@ class Norm(nnx.Module):
         """The output, and the norm factor rms(scale) / sigma at each position: (*B, D), (*B,)."""
         y, inverse = NORMS[self.kind](x, self.eps)
         scale = self.scale[...]
-        y = y * scale.astype(x.dtype)
+        y = y * _as_last_axis(scale, y)
         if self.kind == "layer":
-            y = y + self.bias[...].astype(x.dtype)
+            y = y + _as_last_axis(self.bias[...], y)
         return y, inverse * jnp.sqrt(jnp.mean(_wide(scale) ** 2))
+
+
+def _as_last_axis(vector: Float[Array, " D"], x: Array) -> Array:
+    """A vector over the channels with the rank and dtype of x."""
+    return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 def _wide(x: Array) -> Array:

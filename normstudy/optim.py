@@ -32,7 +32,7 @@ def direction(optim: Optim) -> optax.GradientTransformation:
         "adamw": [adam, optax.add_decayed_weights(optim.weight_decay, mask=decayed)],
     }
     clip = [optax.clip_by_global_norm(optim.clip)] if optim.clip else []
-    return optax.chain(*clip, *chains[optim.optimizer])
+    return optax.chain(optax.identity(), *clip, *chains[optim.optimizer])
 
 
 def decayed(params):

@@ -44,10 +44,10 @@ class Outcome:
 
 def smooth(losses: np.ndarray, window: int = RULE.window) -> np.ndarray:
     """Trailing mean over up to `window` losses, same length as the input."""
-    total = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)])
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (total[ends] - total[starts]) / (ends - starts)
+    # each window is summed by itself: a running total would carry the rounding of a huge loss along
+    padded = np.concatenate([np.zeros(window - 1), np.asarray(losses, np.float64)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+    return windows.sum(1) / np.minimum(np.arange(1, len(losses) + 1), window)
 
 
 def classify(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> Outcome:

@@ -47,9 +47,9 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
         raise UserError(f"{folder} cannot be written; give another folder by --out") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from None
-    before = read_json(path)
-    if before.get("kind") != identity["kind"]:
-        raise UserError(f"{folder} holds a {before.get('kind')}, not a {kind}; nothing was written")
+    before = read_identity(path)
+    if before["kind"] != identity["kind"]:
+        raise UserError(f"{folder} holds a {before['kind']}, not a {kind}; nothing was written")
     if before["config"] != json.loads(json.dumps(identity["config"])):
         raise UserError(
             f"{folder} was made with another config; nothing was written. {_diff(before, identity)}"
@@ -76,10 +76,18 @@ def load_config(folder: Path) -> config.Run:
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{folder} is no run folder: it has no {CONFIG}")
+    return config.from_json(json.dumps(read_identity(path, "run")["config"]), where=str(path))
+
+
+def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str, Any]:
+    """A config.json that normstudy wrote. Raises UserError for any other, or another kind."""
     tree = read_json(path)
-    if tree.get("kind") != "run":
-        raise UserError(f"{path} belongs to a {tree.get('kind')}, not to a run")
-    return config.from_json(json.dumps(tree["config"]), where=str(path))
+    missing = [name for name in ("kind", "config", *needed) if name not in tree]
+    if missing:
+        raise UserError(f"{path} was not written by normstudy: it has no {', '.join(missing)}")
+    if kind is not None and tree["kind"] != kind:
+        raise UserError(f"{path} belongs to a {tree['kind']}, not to a {kind}")
+    return tree
 
 
 class Journal:
@@ -118,7 +126,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number} is damaged ({error}); nothing was drawn or overwritten. "
                 "Restore the line, or delete the run folder and run the arm again"
             ) from None
-        rows.append({name: _numbers(value) for name, value in row.items()})
+        rows.append(_numbers(row))
     return rows
 
 
@@ -139,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError("not an object")
-        return tree
+        return _numbers(tree)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
 
@@ -166,7 +174,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _short(array: np.ndarray) -> Any:
+def _short(array: Any) -> Any:
     """The shortest decimals that give the same float32 back."""
     if array.ndim:
         return [_short(entry) for entry in array]
@@ -174,6 +182,9 @@ def _short(array: np.ndarray) -> Any:
 
 
 def _numbers(value: Any) -> Any:
+    """The inverse of `plain` for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _numbers(v) for name, v in value.items()}
     if isinstance(value, list):
         return [_numbers(v) for v in value]
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from normstudy import config, record
 from normstudy.progress import Progress
@@ -20,7 +21,8 @@ class RunLog:
         for log in (record.METRICS, record.PROBES):
             record.truncate(folder / log, begin)
         rows = record.read_rows(folder / record.METRICS) if begin else []
-        self.losses = [row["loss"] for row in rows]  # nats, of every step so far
+        # nats, of every step so far; the decimals in the log give the same float32 back
+        self.losses = [float(np.float32(row["loss"])) for row in rows]
         self.writes = jax.process_index() == 0
         self.settled = time.monotonic()
         if self.writes:

@@ -67,7 +67,7 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
     """Write summary.json and summary.md, and figures and report.html, from the logs under OUT."""
     runs = frames.load(out)
     rows = [frames.summary_row(logs) for logs in runs]
-    identity = record.read_json(out / record.CONFIG)
+    identity = record.read_identity(out / record.CONFIG, None, "code", "versions")
     seeds = len({logs.run.seed for logs in runs})
     summary = {
         "title": title,

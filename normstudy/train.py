@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ def programs(
     """Compile-once functions for one architecture, optimizer (see optim.static_part) and mesh."""
     transform = optim.direction(optimizer)
 
-    def init(key: Array, stds: dict[str, float]) -> State:
+    def init(key: Array, stds: dict) -> State:
         params = Model(model, stds, key)
         return State(jnp.int32(0), jnp.bool(True), params, transform.init(params))  # type: ignore[arg-type]
 
@@ -291,12 +292,13 @@ def _result(
         if found.word != "diverged":
             found = outcome.Outcome("diverged", step, f"a gradient is not finite at step {step}")
     curve = outcome.smooth(np.array(losses))
+    finite = curve[np.isfinite(curve)]
     held_out = [compiled.loss(state.model, put(feed.held_out[i])) for i in range(run.eval_batches)]
     return {
         **found.as_dict(),
         "steps_done": len(losses),
         "stopped_because": why,
-        "best_loss": float(np.nanmin(curve)),
+        "best_loss": float(finite.min()) if finite.size else math.nan,
         "last_loss": float(curve[-1]),
         "val_loss": float(np.mean(held_out)),
         "h1": feed.h1,

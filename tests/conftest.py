@@ -1,7 +1,5 @@
 """Strict numerics for every test in this process; eight CPU devices, so that meshes are real."""
 
-import signal
-
 import jax
 import pytest
 import tiny
@@ -29,13 +27,6 @@ def strict():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _interrupts_are_python_s_again():
-    """Training installs a handler for Ctrl-C; no test may leave it to the next one."""
-    yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture
 def one_device(monkeypatch):
     """Meshes of one device in a process that has eight."""
@@ -55,18 +46,11 @@ def finished(tmp_path_factory):
     return run, folder, train.train(run, folder, "tiny")
 
 
-ARMS = {
-    "post": lambda base: {},
-    "post/blows-up": lambda base: {"lr": 1e30},
-    "pre": lambda base: {"placement": "pre", "schedule": "cosine", "warmup": 3},
-}
-
-
 @pytest.fixture(scope="session")
 def drawn_study(tmp_path_factory):
     """(folder, rows) of a tiny study of three arms, one of them dead, drawn and reported."""
     out = tmp_path_factory.mktemp("study") / "out"
-    study.run_arms(tiny.run(), ARMS, list(ARMS), 1, out, "test")
+    study.run_arms(tiny.run(), tiny.ARMS, list(tiny.ARMS), 1, out, "test")
     return out, study.sum_up(out, "A tiny study", "pytest")
 
 

@@ -1,0 +1,129 @@
+"""Checkpoints: the same bits back, on any mesh; what is wrong is named."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from orbax.checkpoint import v1 as ocp
+
+from normstudy import checkpoint, config, train
+from normstudy.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def saved(wide, tmp_path_factory):
+    """(run folder, state) with steps 3 and 7; saved from the mesh data 2, fsdp 2, tensor 2."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    state = train.initial_state(wide["mixed"], train.programs_for(wide["mixed"])[0])
+    later = state._replace(step=state.step + 7)
+    checkpoint.save(folder, 3, state._replace(step=state.step + 3))
+    checkpoint.save(folder, 7, later)
+    return folder, later
+
+
+def test_saved_state_comes_back_bit_for_bit(saved, wide):
+    folder, state = saved
+    found = checkpoint.restore(folder, 7, train.programs_for(wide["mixed"])[0].abstract)
+    assert isinstance(found, train.State) and int(found.step) == 7
+    tiny.assert_bit_equal(found, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ["data", "fsdp"])
+def test_saved_state_comes_back_bit_for_bit_on_another_mesh(saved, wide, name):
+    folder, state = saved
+    like = train.programs_for(wide[name])[0].abstract
+    found = checkpoint.restore(folder, 7, like)
+    tiny.assert_bit_equal(found, state)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+def test_saved_state_comes_back_bit_for_bit_on_one_device(saved, wide, one_device):
+    folder, state = saved
+    run = config.override(wide["mixed"], data=1, fsdp=1, tensor=1)
+    found = checkpoint.restore(folder, 7, train.programs_for(run)[0].abstract)
+    tiny.assert_bit_equal(found, state)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(found)} == {1}
+
+
+def test_shape_mismatch_names_the_first_path_and_both_shapes(saved, wide):
+    run = config.override(wide["data"], ff=128)
+    with pytest.raises(UserError) as error:
+        checkpoint.restore(saved[0], 7, train.programs_for(run)[0].abstract)
+    message = str(error.value)
+    assert "layers/mlp/down" in message or "layers/mlp/up" in message
+    assert ("(2, 32, 128)" in message and "(2, 32, 64)" in message) or (
+        "(2, 128, 32)" in message and "(2, 64, 32)" in message
+    )
+    assert "attn" not in message
+
+
+def test_missing_parameter_is_named(saved, wide):
+    run = config.override(wide["data"], placement="pre")
+    with pytest.raises(UserError, match=r"has no model/.*(pre|final)"):
+        checkpoint.restore(saved[0], 7, train.programs_for(run)[0].abstract)
+
+
+def test_steps_are_listed_in_order(saved):
+    assert checkpoint.steps(saved[0]) == [3, 7]
+    assert checkpoint.latest(saved[0]) == 7
+
+
+def test_saving_a_step_again_keeps_the_first(saved, wide):
+    folder, state = saved
+    checkpoint.save(folder, 7, jax.tree.map(lambda leaf: leaf * 0, state))
+    found = checkpoint.restore(folder, 7, train.programs_for(wide["mixed"])[0].abstract)
+    tiny.assert_bit_equal(found, state)
+
+
+def test_saving_an_older_step_is_never_skipped_in_silence(tmp_path):
+    """orbax refuses steps below the newest, and only its return value says so."""
+    checkpoint.save(tmp_path, 7, {"w": jnp.ones(2)})
+    try:
+        checkpoint.save(tmp_path, 3, {"w": jnp.ones(2)})
+    except Exception as error:
+        assert "3" in str(error)
+    else:
+        assert checkpoint.steps(tmp_path) == [3, 7]
+
+
+@pytest.mark.parametrize("below", ["", "ckpt", "ckpt/3", "ckpt/7"])
+def test_locate_accepts_run_folder_ckpt_folder_and_one_checkpoint(saved, below):
+    folder, _ = saved
+    step = int(below[-1]) if below[-1:].isdigit() else 7  # the newest where none is named
+    assert checkpoint.locate(folder / below, None) == (folder.resolve(), step)
+
+
+def test_locate_takes_the_step_that_is_asked_for(saved):
+    assert checkpoint.locate(saved[0], 3)[1] == 3
+
+
+def test_missing_step_lists_those_there_are(saved):
+    with pytest.raises(UserError, match=r"no checkpoint at step 5; it has \[3, 7\]"):
+        checkpoint.locate(saved[0], 5)
+
+
+def test_folder_without_checkpoint_says_where_it_looked(tmp_path):
+    with pytest.raises(UserError, match=r"holds no checkpoint .*ckpt"):
+        checkpoint.locate(tmp_path, None)
+    assert checkpoint.steps(tmp_path) == [] and checkpoint.latest(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []  # looking leaves no folder behind
+
+
+def test_checkpoint_whose_files_are_gone_is_a_message(saved, wide, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(saved[0], copy)
+    for path in (copy / "ckpt" / "7").rglob("*"):
+        if path.is_file() and path.name != "_CHECKPOINT_METADATA":
+            path.unlink()
+    with pytest.raises(UserError, match=r"checkpoint 7 of .*run"):
+        checkpoint.restore(copy, 7, train.programs_for(wide["data"])[0].abstract)
+
+
+def test_parameters_are_stored_under_plain_names(saved):
+    tree = ocp.metadata(saved[0] / "ckpt" / "7").metadata
+    assert tree["model"]["layers"]["attn"]["q"].shape == (2, 32, 32)
+    assert tree["step"].shape == ()

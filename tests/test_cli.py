@@ -1,0 +1,266 @@
+"""The command line: bad input is one message and exit code 2; --json is JSON."""
+
+import json
+import sys
+
+import pytest
+import tiny
+
+from normstudy import cli, config, inspect_checkpoint, record, study, train
+from normstudy.placements import PLACEMENTS
+
+SMOKE = ["--preset", "smoke"]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, no_start):
+    """Run a main function with arguments: (exit code, stdout, stderr). It must not train."""
+    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("trained"))
+
+    def call(main, *argv):
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
+        code = 0
+        try:
+            cli.guarded(main)
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def reproduce():
+    return tiny.experiment("reproduce")
+
+
+def assert_one_message(found, *names):
+    code, out, err = found
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for name in names:
+        assert name in err
+
+
+def test_unknown_arm_lists_the_arms(command, reproduce):
+    found = command(reproduce.main, *SMOKE, "--arms", "pre,psot")
+    assert_one_message(found, "unknown arm 'psot'", "Did you mean 'post'", *reproduce.ARMS)
+
+
+def test_unknown_preset_lists_the_presets(command, reproduce):
+    found = command(reproduce.main, "--preset", "laptop")
+    assert_one_message(found, "unknown preset 'laptop'", *config.PRESETS)
+
+
+def test_unknown_option_lists_the_options(command, reproduce):
+    found = command(reproduce.main, *SMOKE, "--learning-rate", "3")
+    fields = config.fields_of(config.Run())
+    assert_one_message(found, "'learning_rate'", "arms", "seeds", "preset", "out", *fields)
+
+
+def test_unknown_placement_lists_the_placements(command, tmp_path):
+    """In a study whose arms leave the placement to the base."""
+    arms = {"one": lambda base: {}}
+
+    def main(argv):
+        options, base = cli.parse_study(argv, "card", out="runs")
+        chosen = cli.chosen_arms(options, base, arms)
+        study.run_arms(base, arms, chosen, 1, options.out, "test")
+
+    found = command(
+        main, *SMOKE, "--placement", "sandwich", "--batch", 8, "--out", tmp_path / "out"
+    )
+    assert_one_message(found, "unknown placement 'sandwich'", *PLACEMENTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_option_that_every_chosen_arm_overrules_is_refused(command, reproduce):
+    found = command(reproduce.main, *SMOKE, "--placement", "sandwich")
+    assert_one_message(found, "--placement would do nothing", "--arms")
+    found = command(reproduce.main, *SMOKE, "--warmup", 3, "--arms", "pre,post")
+    assert_one_message(found, "--warmup would do nothing")
+
+
+def test_unknown_command_lists_the_commands(command):
+    found = command(cli.dispatch, "prob")
+    assert_one_message(found, "unknown command 'prob'", "Did you mean 'probe'", *cli.COMMANDS)
+
+
+def test_unknown_option_of_a_command_lists_its_options(command, tmp_path):
+    found = command(cli.dispatch, "probe", tmp_path, "--stepp", "3")
+    assert_one_message(found, "'stepp'", "step", "vectors", "json")
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--seeds", "0"], "seeds must be at least 1, not 0"),
+        (["--heads", "5"], "width 16 is not divided by heads 5"),
+        (["--steps", "4"], "warmup 6 is longer than the run of 4 steps"),
+        (["--lr", "-1"], "lr must be positive"),
+        (["--vectors", "1"], "vectors must be at least 2"),
+    ],
+)
+def test_value_that_cannot_be_is_one_message(command, reproduce, argv, says):
+    assert_one_message(command(reproduce.main, *SMOKE, *argv), says)
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--layers", "many"], "--layers"),
+        (["--norm", "batch"], "layer"),
+        (["--schedule", "triangle"], "inverse_sqrt_2017"),
+        (["-x"], "-x"),
+        (["stray"], "stray"),
+    ],
+)
+def test_value_of_another_type_is_exit_code_2_without_traceback(command, reproduce, argv, says):
+    code, out, err = command(reproduce.main, *SMOKE, *argv)
+    assert (code, out) == (2, "")
+    assert says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["figures", "nowhere"], "neither a run nor a study"),
+        (["probe", "nowhere"], "holds no checkpoint"),
+        (["probe", "nowhere", "--vectors", "1"], "vectors must be at least 2"),
+    ],
+)
+def test_path_that_holds_nothing_is_one_message(command, tmp_path, argv, says):
+    argv = [str(tmp_path / word) if word == "nowhere" else word for word in argv]
+    assert_one_message(command(cli.dispatch, *argv), says)
+
+
+def test_probe_of_a_study_folder_names_a_run_of_it(command, drawn_study):
+    found = command(cli.dispatch, "probe", drawn_study[0])
+    assert_one_message(found, "it is a study, probe one of its runs", "00-post/seed0")
+
+
+def test_missing_argument_is_exit_code_2_without_traceback(command):
+    code, out, err = command(cli.dispatch, "probe")
+    assert (code, out) == (2, "")
+    assert err and "Traceback" not in err
+
+
+def test_errors_of_a_process_are_one_line_on_stderr():
+    done = tiny.python("experiments/reproduce.py", *SMOKE, "--arms", "nothing")
+    assert_one_message((done.returncode, done.stdout, done.stderr), "unknown arm 'nothing'")
+
+
+def test_ctrl_c_is_exit_code_130(command):
+    def main(argv):
+        raise KeyboardInterrupt
+
+    code, out, err = command(main)
+    assert (code, out) == (130, "")
+    assert "goes on" in err and "Traceback" not in err
+
+
+def test_interrupted_study_is_exit_code_130_and_no_error(command):
+    def main(argv):
+        raise train.Interrupted("interrupted at step 3; saved. The same command goes on")
+
+    code, _, err = command(main)
+    assert code == 130
+    assert err == "interrupted at step 3; saved. The same command goes on\n"
+
+
+def test_bug_is_not_hidden_as_bad_input(command):
+    def main(argv):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command(main)
+
+
+def test_help_without_a_command_names_every_command(command):
+    code, out, _ = command(cli.dispatch)
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert name in out
+
+
+def test_help_of_an_experiment_shows_its_card(command, reproduce):
+    code, out, _ = command(reproduce.main, "--help")
+    assert code == 0
+    assert "post+1/sqrt(2L)+warmup" in out and "--layers" in out
+
+
+def test_options_reach_the_config(no_start):
+    options, run = cli.parse_study(
+        ["--preset", "smoke", "--layers", "3", "--lr", "0.5", "--seeds", "2", "--no-draw",
+         "--tied", "--embed-std", "0.1", "--out", "somewhere"], "card", out="runs/x",
+    )  # fmt: skip
+    assert (options.seeds, options.draw, str(options.out)) == (2, False, "somewhere")
+    changed = config.differences(config.PRESETS["smoke"], run)
+    assert {name: pair[1] for name, pair in changed.items()} == {
+        "layers": 3, "lr": 0.5, "tied": True, "embed_std": 0.1
+    }  # fmt: skip
+
+
+def test_preset_fits_the_backend(no_start):
+    options, run = cli.parse_study([], "card", out="runs/x")
+    assert options.preset == "cpu" and run == config.PRESETS["cpu"]
+
+
+def test_placements_json_is_the_table(command):
+    code, out, _ = command(cli.dispatch, "placements", "--json")
+    assert code == 0
+    assert [row["placement"] for row in json.loads(out)] == list(PLACEMENTS)
+
+
+def test_placements_prints_the_equations(command):
+    code, out, _ = command(cli.dispatch, "placements")
+    assert code == 0
+    for place in PLACEMENTS.values():
+        assert place.text in out
+
+
+def test_study_json_is_the_summary(drawn_study, capsys):
+    out, rows = drawn_study
+    cli.show(rows, cli.Study(out=out, json=True))
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == json.loads((out / "summary.json").read_text())
+
+
+def test_study_prints_the_closing_table(drawn_study, capsys):
+    out, rows = drawn_study
+    cli.show(rows, cli.Study(out=out))
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert len(lines) == 4 and lines[0].startswith("arm") and lines[2].startswith("post/blows-up")
+    assert str(out / "report.html") in printed.err
+
+
+def test_probe_prints_one_row_a_layer_and_its_json_parses(finished, command):
+    _, folder, _ = finished
+    code, out, _ = command(cli.dispatch, "probe", folder, "--vectors", "2", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [row["layer"] for row in found["layers"]] == [0, 1]
+    assert set(found["layers"][0]) == {"layer", *inspect_checkpoint.COLUMNS}
+    assert found["checkpoint"] == "step 8 of run" and found["placement"] == "post"
+
+    code, text, _ = command(cli.dispatch, "probe", folder / "ckpt" / "3", "--vectors", "2")
+    assert code == 0
+    head, *rows = text[text.index("layer") :].splitlines()
+    assert head.split() == ["layer", *inspect_checkpoint.COLUMNS]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert "checkpoint: step 3 of run" in text
+
+
+def test_probe_of_a_checkpoint_equals_the_probe_of_the_run(finished):
+    """Step 3 was probed in training and saved: the same model, sequences and vectors."""
+    run, folder, _ = finished
+    _, rows = inspect_checkpoint.table(folder, 3, run.probe.vectors)
+    (logged,) = [row for row in record.read_rows(folder / record.PROBES) if row["step"] == 3]
+    for row in rows:
+        for name in inspect_checkpoint.COLUMNS:
+            # float32, another program
+            assert row[name] == pytest.approx(logged[name][row["layer"]], rel=1e-4, abs=1e-6), name

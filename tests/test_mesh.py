@@ -1,0 +1,135 @@
+"""Who holds what, and meshes that do not fit."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+
+from normstudy import config, mesh, train
+from normstudy.errors import UserError
+
+ROW, COLUMN = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def specs(wide):
+    """{path: partition} of the whole state on data 2, fsdp 2, tensor 2."""
+    abstract = train.programs_for(wide["mixed"])[0].abstract
+    return {
+        path: leaf.sharding.spec
+        for path, leaf in zip(tiny.paths(abstract), jax.tree.leaves(abstract), strict=True)
+    }
+
+
+def test_q_k_v_up_are_split_by_column_and_o_down_by_row(specs):
+    for name in ("attn/q", "attn/k", "attn/v", "mlp/up"):
+        assert specs[f"model/layers/{name}"] == ROW, name
+    for name in ("attn/o", "mlp/down"):
+        assert specs[f"model/layers/{name}"] == COLUMN, name
+
+
+def test_tables_are_split_over_the_vocabulary(specs):
+    assert specs["model/embed"] == P("tensor", "fsdp")
+    assert specs["model/readout"] == P("fsdp", "tensor")
+
+
+def test_norms_positions_and_counters_are_replicated(specs):
+    small = [
+        p for p in specs if p.endswith(("scale", "bias", "positions", "step", "alive", "count"))
+    ]
+    assert len(small) > 10
+    for path in small:
+        assert all(axis is None for axis in specs[path]), path
+
+
+def test_layer_axis_is_never_split(specs, wide):
+    for abstract in (train.programs_for(run)[0].abstract for run in wide.values()):
+        for path, leaf in zip(tiny.paths(abstract), jax.tree.leaves(abstract), strict=True):
+            if "layers" in path.split("/"):
+                assert leaf.sharding.spec[0] is None, path
+
+
+def test_layer_axis_is_never_split_though_it_is_the_longest():
+    devices = mesh.make(config.Mesh(data=1, fsdp=8), 8, 8)
+    tree = {"q": jax.ShapeDtypeStruct((512, 16, 16), np.float32)}
+    alone = mesh.state_shardings(devices, {"layers": tree})["layers"]["q"].spec
+    moment = mesh.state_shardings(devices, {"mu": {"layers": tree}})["mu"]["layers"]["q"].spec
+    assert alone == moment and alone[0] is None and "fsdp" in alone
+
+
+def test_moments_of_adam_lie_where_their_parameters_lie(specs):
+    moments = [path for path in specs if "/mu/" in path or "/nu/" in path]
+    assert len(moments) == 2 * sum(path.startswith("model/") for path in specs)
+    for path in moments:
+        assert specs[path] == specs["model/" + path.split("u/", 1)[1]], path
+
+
+def test_dimension_that_the_axis_does_not_divide_stays_whole():
+    devices = mesh.make(config.Mesh(data=2, fsdp=1, tensor=4), 8, 8)
+    leaf = jax.ShapeDtypeStruct((2, 64, 66), np.float32)
+    found = mesh.state_shardings(devices, {"layers": {"q": leaf}})["layers"]["q"].spec
+    assert "tensor" not in found
+
+
+@pytest.mark.parametrize(
+    "axes, shape",
+    [
+        ({}, (8, 1, 1)),
+        ({"fsdp": 2, "tensor": 2}, (2, 2, 2)),
+        ({"data": 1, "fsdp": 8}, (1, 8, 1)),
+        ({"data": 4, "tensor": 2}, (4, 1, 2)),
+    ],
+)
+def test_mesh_takes_all_devices(axes, shape):
+    found = mesh.make(config.Mesh(**axes), 8, 8)
+    assert tuple(found.shape.values()) == shape
+    assert sorted(device.id for device in found.devices.flat) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 3}, {"fsdp": 3}, {"data": 2, "fsdp": 2}, {"fsdp": 16}, {"fsdp": 0}, {"tensor": -1}],
+)
+def test_mesh_that_does_not_use_the_devices_is_refused(axes):
+    with pytest.raises(UserError, match="the product must be 8"):
+        mesh.make(config.Mesh(**axes), 16, 16)
+
+
+def test_batch_that_the_mesh_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"^batch 12 is not divided by the 8 parts"):
+        mesh.make(config.Mesh(), 12, 8)
+    with pytest.raises(UserError, match=r"^probe_batch 4 is not divided by the 8 parts"):
+        mesh.make(config.Mesh(), 8, 4)
+    with pytest.raises(UserError, match="multiple of 4"):
+        mesh.make(config.Mesh(fsdp=2, tensor=2), 6, 8)
+    mesh.make(config.Mesh(tensor=8), 3, 5)  # tensor parallelism does not split the batch
+
+
+def test_batch_is_laid_out_by_sequences_and_keeps_its_values():
+    batch = np.arange(8 * 5).reshape(8, 5)
+    placed = mesh.put_batch(mesh.make(config.Mesh(fsdp=2, tensor=2), 8, 8), batch)
+    np.testing.assert_array_equal(placed, batch)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 5)}
+
+
+def test_start_leaves_a_forced_device_count_alone(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.config, "update", lambda *args: calls.append(args))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    mesh.start()
+    assert calls == []
+    monkeypatch.setenv("XLA_FLAGS", "")
+    mesh.start(cpu_devices=5)
+    assert calls == [("jax_num_cpu_devices", 5)]
+
+
+def test_start_may_be_called_again():
+    """A study asks for the backend first, to choose its preset, and starts afterwards."""
+    mesh.start(cpu_devices=8)
+    assert jax.device_count() == 8
+
+
+def test_describe_names_devices_and_axes():
+    found = mesh.describe(mesh.make(config.Mesh(fsdp=2, tensor=2), 8, 8))
+    assert found == "8 cpu devices (data 2, fsdp 2, tensor 2)"

@@ -1,0 +1,344 @@
+"""Estimators against exact derivatives, exact identities and another library."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from matfree import stochtrace
+
+from normstudy import config, mesh, probes, train
+
+# jax.nn.dot_product_attention takes its softmax in float32 even in float64: two programs of the
+# same derivative agree to that
+SOFTMAX = 1e-6
+
+CFG = tiny.model_config(width=4, heads=2, ff=8, context=3, vocab=5)
+B, T, D, L = 2, 3, 4, 2
+
+
+@pytest.fixture
+def double(x64):
+    """{seed: (model, x_0)} in float64."""
+    models = {seed: tiny.model(CFG, seed, np.float64) for seed in (1, 2, 3)}
+    return {s: (m, m.start(tiny.tokens(CFG, B, s)[:, :-1])) for s, m in models.items()}
+
+
+def nudges(model, x0) -> jax.Array:
+    return jnp.zeros((model.cfg.layers + 1, *x0.shape), x0.dtype)
+
+
+def top(model, x0, nudge, skip_only=False):
+    return model.stack(x0, nudge, skip_only=skip_only)[0]
+
+
+@functools.partial(jax.jit, static_argnames="skip_only")
+def exact_to_end(model, x0, skip_only=False):
+    """sqrt(||d x_L / d x_l||^2 / (B T D)) for each l, from the whole Jacobian."""
+    jacobian = jax.jacrev(lambda n: top(model, x0, n, skip_only))(nudges(model, x0))
+    return jnp.sqrt(jnp.sum(jacobian**2, (0, 1, 2, 4, 5, 6)) / x0.size)[:-1]
+
+
+@jax.jit
+def exact_of_blocks(model, x0):
+    streams = model.stack(x0)[1]
+    jacobians = [
+        jax.jacrev(lambda x, i=i: tiny.layer(model, i)(x)[0])(streams[i]) for i in range(L)
+    ]
+    return jnp.stack([jnp.sqrt(jnp.sum(j**2) / x0.size) for j in jacobians])
+
+
+@jax.jit
+def repeated_to_end(model, x0, keys):
+    """One estimate from 8 vectors for each key."""
+    stack = lambda n: top(model, x0, n)
+    return jax.vmap(lambda key: probes.jacobian_to_end(stack, nudges(model, x0), key, 8))(keys)
+
+
+@jax.jit
+def repeated_of_blocks(model, x0, keys):
+    inputs = model.stack(x0)[1][:-1]
+    block = lambda block, x: block(x)[0]
+    one = lambda key: probes.jacobian_of_blocks(block, model.layers, inputs, key, 8)
+    return jax.vmap(one)(keys)
+
+
+def assert_estimates_hold(found: probes.Estimate, exact) -> None:
+    """Mean square within 4 standard errors of the exact one, and the errors are what they say."""
+    norms, errors, exact = (np.asarray(a) for a in (found.norm, found.se, exact))
+    n = len(norms)
+    squares, of_squares = norms**2, 2 * norms * errors  # unbiased, unlike the norms themselves
+    standard_error = np.sqrt((of_squares**2).sum(0)) / n
+    assert (standard_error > 0).all() and (standard_error < 0.05 * exact**2).all()
+    assert (abs(squares.mean(0) - exact**2) <= 4 * standard_error).all()
+    # the spread of 256 estimates is known to 1 / sqrt(512): 1.25 is five times that, and less than
+    # the sqrt(2) by which an error that forgot one of the two sequences would be wrong
+    ratio = norms.std(0, ddof=1) / np.sqrt((errors**2).mean(0))
+    assert (ratio > 1 / 1.25).all() and (ratio < 1.25).all(), ratio
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_jacobian_to_end_is_the_exact_frobenius_norm(double, seed):
+    model, x0 = double[seed]
+    keys = jax.random.split(jax.random.key(seed), 256)
+    assert_estimates_hold(repeated_to_end(model, x0, keys), exact_to_end(model, x0))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_jacobian_of_blocks_is_the_exact_frobenius_norm(double, seed):
+    model, x0 = double[seed]
+    keys = jax.random.split(jax.random.key(seed), 256)
+    assert_estimates_hold(repeated_of_blocks(model, x0, keys), exact_of_blocks(model, x0))
+
+
+def test_jacobian_of_the_top_block_is_the_jacobian_to_the_end(double):
+    model, x0 = double[1]
+    np.testing.assert_allclose(
+        exact_of_blocks(model, x0)[-1], exact_to_end(model, x0)[-1], rtol=SOFTMAX
+    )
+
+
+def test_more_vectors_give_a_smaller_standard_error(x64):
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(D, D)))
+    few, many = (
+        probes.jacobian_to_end(
+            lambda n: n[0] @ matrix + n[1], jnp.zeros((2, B, T, D)), jax.random.key(0), vectors
+        ).se
+        for vectors in (16, 1024)
+    )
+    # sqrt(64) = 8; the error of 16 vectors is itself known to about 1 / sqrt(2 * 15)
+    assert 4 < few[0] / many[0] < 16
+
+
+@jax.jit
+def stream_gradients_both_ways(model, x0, targets):
+    """(from the nudge, from the stack cut by hand at each layer)."""
+
+    def loss(x):
+        logits = model.read(x)
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    def above(x, start):
+        for index in range(start, L):
+            x = tiny.layer(model, index)(x)[0]
+        return loss(x)
+
+    streams = model.stack(x0)[1]
+    by_hand = [
+        jnp.linalg.norm(jax.grad(above)(streams[start], start).ravel()) for start in range(L + 1)
+    ]
+    found = probes.stream_gradients(lambda n: loss(top(model, x0, n)), nudges(model, x0))
+    return found, jnp.stack(by_hand)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_stream_gradients_are_those_of_the_stack_cut_at_each_layer(double, seed):
+    targets = tiny.tokens(CFG, B, seed)[:, 1:]
+    found, by_hand = stream_gradients_both_ways(*double[seed], targets)
+    assert (by_hand > 0).all()
+    np.testing.assert_allclose(found, by_hand, rtol=SOFTMAX)
+
+
+def test_identity_has_norm_exactly_1_and_no_error(x64):
+    nudge = jnp.zeros((5, B, T, D))
+    found = probes.jacobian_to_end(lambda n: n.sum(0), nudge, jax.random.key(0), 3)
+    np.testing.assert_array_equal(found.norm, np.ones(4))
+    np.testing.assert_array_equal(found.se, np.zeros(4))
+    inputs = jnp.ones((4, B, T, D))
+    block = lambda scale, x: scale * x
+    found = probes.jacobian_of_blocks(block, jnp.ones(4), inputs, jax.random.key(0), 3)
+    np.testing.assert_array_equal(found.norm, np.ones(4))
+    np.testing.assert_array_equal(found.se, np.zeros(4))
+
+
+def test_signs_on_the_diagonal_are_exact_for_every_vector(x64):
+    """Rademacher vectors, unlike Gaussian ones, measure a diagonal without any error."""
+    random = np.random.default_rng(0)
+    scales = jnp.asarray(random.choice([-1.0, 1.0], (4, D)) * np.array([[1], [2], [4], [0.5]]))
+    inputs = jnp.zeros((4, B, T, D))
+    block = lambda scale, x: x * scale[None, None]
+    found = probes.jacobian_of_blocks(block, scales, inputs, jax.random.key(0), 3)
+    np.testing.assert_array_equal(found.norm, [1, 2, 4, 0.5])
+    np.testing.assert_array_equal(found.se, np.zeros(4))
+
+
+def test_orthogonal_stack_is_exact_for_every_vector(x64):
+    random = np.random.default_rng(0)
+    turns = jnp.asarray([np.linalg.qr(random.normal(size=(D, D)))[0] for _ in range(4)])
+
+    def stack(nudge):
+        x = nudge[0]
+        for i in range(4):
+            x = x @ turns[i] + nudge[i + 1]
+        return x
+
+    to_end = probes.jacobian_to_end(stack, jnp.zeros((5, B, T, D)), jax.random.key(0), 3)
+    of_blocks = probes.jacobian_of_blocks(
+        lambda turn, x: x @ turn, turns, jnp.zeros((4, B, T, D)), jax.random.key(0), 3
+    )
+    for found in (to_end, of_blocks):
+        # float64 products of four rotations; the error is the root of a variance of rounding
+        np.testing.assert_allclose(found.norm, np.ones(4), rtol=0, atol=1e-14)
+        np.testing.assert_allclose(found.se, np.zeros(4), atol=1e-14)
+
+
+def test_linear_stack_has_the_frobenius_norm_of_its_product(x64):
+    """Gains 3 and 1/2: the norm to the end multiplies what lies above."""
+    nudge = jnp.zeros((3, B, T, D))
+    stack = lambda n: (3.0 * n[0] + n[1]) * 0.5 + n[2]
+    found = probes.jacobian_to_end(stack, nudge, jax.random.key(0), 2)
+    np.testing.assert_array_equal(found.norm, [1.5, 0.5])
+
+
+def test_squares_of_bfloat16_are_summed_in_float32():
+    """1.25^2 * 60 = 93.75 has nine binary digits: one more than bfloat16 holds."""
+    nudge = jnp.zeros((2, B, 12, 5), jnp.bfloat16)
+    stack = lambda n: n[0] * jnp.bfloat16(1.25) + n[1]
+    found = probes.jacobian_to_end(stack, nudge, jax.random.key(0), 2)
+    assert found.norm.dtype == jnp.float32
+    np.testing.assert_array_equal(found.norm, [1.25])
+
+
+def test_matfree_finds_the_same_norm(double):
+    """An oracle from outside: matfree's Monte-Carlo Frobenius norm on the same Jacobian."""
+    model, x0 = double[2]
+    stack = lambda x: top(model, x, None)
+    transposed = lambda v: jax.vjp(stack, x0)[1](v)[0]
+    sampler = stochtrace.sampler_signs(x0, num=2000)
+    estimate = stochtrace.estimator_monte_carlo_mean_and_sem(
+        stochtrace.monte_carlo_frobeniusnorm_squared(), sampler
+    )
+    square, error = jax.jit(lambda key: estimate(transposed, key))(jax.random.key(5))
+    ours = probes.jacobian_to_end(
+        jax.jit(lambda n: top(model, x0, n)), nudges(model, x0), jax.random.key(6), 2000
+    )
+    theirs, theirs_error = np.sqrt(square / x0.size), error / x0.size / (2 * ours.norm[0])
+    both = np.hypot(theirs_error, ours.se[0])
+    assert abs(theirs - ours.norm[0]) <= 4 * both
+    # the same number of vectors of the same law: the same standard error, to its own noise
+    assert 1 / 1.5 < theirs_error / ours.se[0] < 1.5
+
+
+def test_skip_path_of_post_norm_is_the_product_of_its_layer_norm_jacobians(double):
+    model, x0 = double[3]
+    found = exact_to_end(model, x0, skip_only=True)
+
+    def layer_norm_jacobian(norm, h):
+        """(B, T, D, D) at each position: gamma / sigma (I - 11^T / d - y y^T / d)."""
+        centred = h - h.mean(-1, keepdims=True)
+        sigma = np.sqrt((centred**2).mean(-1, keepdims=True) + CFG.norm_eps)
+        y = centred / sigma
+        inner = np.eye(D) - 1 / D - y[..., :, None] * y[..., None, :] / D
+        return np.asarray(norm.scale[...])[:, None] / sigma[..., None] * inner
+
+    x, factors = x0, []
+    for index in range(L):
+        block = tiny.layer(model, index)
+        for sublayer in (block.attn, block.mlp):
+            factors.append(layer_norm_jacobian(sublayer.post, np.asarray(x + sublayer.f(x))))
+            x = sublayer(x)[0]
+    for index in range(L):
+        product = functools.reduce(lambda below, above: above @ below, factors[2 * index :])
+        by_hand = np.sqrt((product**2).sum() / (B * T * D))
+        # the factors hold at any input, so only the softmax's float32 enters, through x
+        np.testing.assert_allclose(found[index], by_hand, rtol=SOFTMAX)
+
+
+def test_skip_path_of_pre_norm_is_exactly_1(x64):
+    cfg = tiny.model_config(placement="pre", layers=3)
+    model = tiny.model(cfg, dtype=np.float64)
+    x0 = model.start(tiny.tokens(cfg, B)[:, :-1])
+    stack = lambda n: top(model, x0, n, skip_only=True)
+    found = probes.jacobian_to_end(stack, nudges(model, x0), jax.random.key(0), 3)
+    np.testing.assert_array_equal(found.norm, np.ones(3))
+    np.testing.assert_array_equal(found.se, np.zeros(3))
+
+
+def test_skip_only_changes_no_value(double):
+    model, x0 = double[1]
+    np.testing.assert_array_equal(top(model, x0, None), top(model, x0, None, skip_only=True))
+
+
+def test_token_similarity_of_equal_vectors_is_1_and_of_orthogonal_ones_0(x64):
+    same = jnp.broadcast_to(jnp.asarray([3.0, -1, 2, 0.5]), (1, B, T, D))
+    scaled = same * jnp.asarray([1.0, 5, 0.1])[None, None, :, None]
+    orthogonal = jnp.broadcast_to(7 * jnp.eye(D)[:T], (1, B, T, D))
+    opposite = jnp.broadcast_to(jnp.asarray([1.0, -1])[:, None] * jnp.ones((2, D)), (1, B, 2, D))
+    streams = jnp.concatenate([same, scaled, orthogonal])
+    np.testing.assert_allclose(probes.token_similarity(streams), [1, 1, 0], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(probes.token_similarity(opposite), [-1], rtol=0, atol=1e-14)
+
+
+def test_token_similarity_is_the_mean_cosine_over_pairs(x64):
+    streams = np.random.default_rng(0).normal(size=(2, B, T, D)) + 1
+    unit = streams / np.linalg.norm(streams, axis=-1, keepdims=True)
+    cosines = np.einsum("sbtd,sbud->sbtu", unit, unit)
+    pairs = cosines[:, :, ~np.eye(T, dtype=bool)]
+    found = probes.token_similarity(jnp.asarray(streams))
+    np.testing.assert_allclose(found, pairs.mean((1, 2)), rtol=1e-13)
+
+
+def test_activation_rms_is_the_root_mean_square():
+    streams = np.random.default_rng(0).normal(size=(3, B, T, D)).astype(np.float32) * 5
+    expected = np.sqrt((streams.astype(float) ** 2).mean((1, 2, 3)))
+    np.testing.assert_allclose(probes.activation_rms(jnp.asarray(streams)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mistaken", [0.0, 1.0])
+def test_unigram_kl_is_from_the_letter_frequencies_to_the_prediction(x64, mistaken):
+    """0 for a model that knows the frequencies and nothing else; else by hand."""
+    model = tiny.model(CFG, dtype=np.float64)
+    unigram = np.array([0.4, 0.3, 0.0, 0.2, 0.1])  # one byte that the text does not hold
+    log_p = np.log([0.4, 0.3, 1e-300, 0.2, 0.1]) + mistaken * np.array([1.0, -1, 2, 0, 0])
+    log_p -= np.log(np.exp(log_p).sum())
+
+    class Letters:
+        """The tiny model with a head that does not listen."""
+
+        start, stack, layers = model.start, model.stack, model.layers
+
+        @staticmethod
+        def read(x):
+            return jnp.broadcast_to(jnp.asarray(log_p) + 3, (*x.shape[:-1], CFG.vocab))
+
+    batch = tiny.tokens(CFG, 2)
+
+    @jax.jit
+    def measured():  # jit drops what is not asked for
+        found = probes.measure(Letters, batch, jnp.asarray(unigram), jax.random.key(0), 2)
+        return found["unigram_kl"], found["probe_loss"]
+
+    kl, loss = measured()
+    seen = unigram > 0
+    by_hand = (unigram[seen] * (np.log(unigram[seen]) - log_p[seen])).sum()
+    assert (by_hand > 0.1) == bool(mistaken)
+    np.testing.assert_allclose(kl, by_hand, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(loss, -log_p[np.asarray(batch)[:, 1:]].mean(), rtol=1e-12)
+
+
+def test_probe_over_eight_devices_equals_the_probe_on_one(wide, monkeypatch):
+    run = wide["mixed"]
+    batch = np.asarray(tiny.tokens(run.model, 8))
+    unigram, key = jnp.full(256, 1 / 256), jax.random.key(3)
+
+    def measured(run, params):
+        compiled, devices = train.programs_for(run)
+        placed = mesh.put_batch(devices, batch)
+        return jax.device_get(compiled.measure(params, placed, unigram, key)), devices.size
+
+    params = train.initial_state(run, train.programs_for(run)[0]).model
+    assert not params.layers.mlp.f.up[...].sharding.is_fully_replicated
+    spread, devices = measured(run, params)
+    assert devices == 8
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    alone, devices = measured(
+        config.override(run, data=1, fsdp=1, tensor=1), jax.device_put(params, jax.devices()[0])
+    )
+    assert devices == 1
+    assert spread.keys() == alone.keys()
+    for name in alone:
+        # float32, sums in another order: 1e-6 a sum, a hundred of them one behind the other
+        np.testing.assert_allclose(spread[name], alone[name], rtol=1e-4, atol=1e-6, err_msg=name)

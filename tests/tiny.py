@@ -1,0 +1,108 @@
+"""The smallest models and runs that still have every part, and the commands run on them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from normstudy import config, inits
+from normstudy.model import Model
+from normstudy.roles import role_of
+from normstudy.trees import path_names
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SIZES = {"layers": 2, "width": 8, "heads": 2, "ff": 16, "context": 8}
+
+ARMS = {
+    "post": lambda base: {},
+    "post/blows-up": lambda base: {"lr": 1e30},
+    "pre": lambda base: {"placement": "pre", "schedule": "cosine", "warmup": 3},
+}
+
+
+def run(**changes: Any) -> config.Run:
+    """A run of eight updates, fields replaced by name."""
+    plain = {
+        **SIZES, "batch": 8, "probe_batch": 8, "vectors": 2, "steps": 8, "checkpoint_every": 3,
+        "eval_batches": 1, "lr": 0.01,
+    }  # fmt: skip
+    return config.override(config.Run(), **(plain | changes))
+
+
+def model_config(**changes: Any) -> config.Model:
+    """The model of a tiny run, with 16 tokens."""
+    return config.Model(**({"vocab": 16, **SIZES} | changes))
+
+
+def model(cfg: config.Model, seed: int = 0, dtype: Any = np.float32, jitter: float = 0.1) -> Model:
+    """A model with parameters from NumPy: nothing to compile, any dtype.
+
+    jitter: standard deviation of the norms' scales about 1 and biases about 0.
+    """
+    stds = inits.standard_deviations(cfg, config.Init(), 1.0)
+    abstract = jax.eval_shape(lambda key: Model(cfg, stds, key), jax.random.key(0))
+    random = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        role = role_of(path_names(path))
+        normal = random.normal(size=leaf.shape)
+        if role in stds:
+            return jax.numpy.asarray(stds[role] * normal, dtype)
+        return jax.numpy.asarray((role == "scale") + jitter * normal, dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+def layer(model: Model, index: int) -> Any:
+    """One block of the stacked layers."""
+    return jax.tree.map(lambda leaf: leaf[index], model.layers)
+
+
+def tokens(cfg: config.Model, batch: int, seed: int = 0) -> jax.Array:
+    """(batch, T + 1) random tokens."""
+    shape = (batch, cfg.context + 1)
+    return jax.numpy.asarray(np.random.default_rng(seed).integers(0, cfg.vocab, shape, np.int32))
+
+
+def paths(tree: Any) -> list[str]:
+    """Plain paths of the leaves, in the order of jax.tree.leaves."""
+    return ["/".join(path_names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    """{path: array on the host} of any pytree."""
+    return dict(zip(paths(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
+
+
+def assert_bit_equal(a: Any, b: Any) -> None:
+    """The same paths, dtypes and bits."""
+    left, right = leaves(a), leaves(b)
+    assert left.keys() == right.keys()
+    for path in left:
+        assert left[path].dtype == right[path].dtype, path
+        np.testing.assert_array_equal(left[path], right[path], err_msg=path)
+
+
+def experiment(name: str) -> Any:
+    """experiments/NAME.py as a module; the folder is no package."""
+    path = ROOT / "experiments" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(*args: str, limit_s: float = 240) -> subprocess.CompletedProcess:
+    """This interpreter on the checkout, in a process of its own; killed by its pid at the limit."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s
+    )
