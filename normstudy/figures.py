@@ -355,7 +355,7 @@ FIGURES = [
     ),
     Figure(
         "skip_path",
-        "The skip path alone is not the Jacobian",
+        "Skip path and full Jacobian",
         _skip_at_first_step,
         _draw_skip,
         sentences.skip_path,

@@ -63,7 +63,8 @@ def state_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     def rule(path, leaf):
         names = path_names(path)
         spec: list[str | None] = [None] * len(leaf.shape)
-        if leaf.ndim >= 2 and math.prod(leaf.shape) >= SMALL:
+        matrix = leaf.ndim >= 2 and ROLES[role_of(names)].fan is not None
+        if matrix and math.prod(leaf.shape) >= SMALL:
             stacked = 1 if "layers" in names else 0  # axis 0 of a stacked leaf is the depth
             split = ROLES[role_of(names)].split
             if split is not None and leaf.shape[split] % mesh.shape["tensor"] == 0:

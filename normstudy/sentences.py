@@ -60,9 +60,9 @@ def skip_path(table: Table) -> str:
             f"{run} {_number(bottom['skip_gain'])} against {_number(bottom['jacobian_to_end'])}"
         )
     return (
-        "Step 0: the gain of the skip path alone (branches cut, and as the product of the norm "
-        "factors) beside the full Jacobian. What the norms take from the skip path the branches "
-        f"largely give back. From the bottom layer, skip path against full: {'; '.join(parts)}."
+        "Step 0: the gain of the skip path alone (branches cut; dotted: the product of the norm "
+        "factors) beside the full Jacobian, to which the branches add. From the bottom layer, skip "
+        f"path against full: {'; '.join(parts)}."
     )
 
 

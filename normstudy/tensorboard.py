@@ -13,8 +13,12 @@ class Board:
     """Scalars of every step; of every probe, five layers from bottom to top."""
 
     def __init__(self, folder: Path, begin: int):
-        # a resumed run writes its steps again: tell readers to drop the ones from before
-        self.writer = SummaryWriter(str(folder), purge_step=begin or None, flush_secs=30)
+        # a resumed run writes its steps again: readers are told to drop the ones from before. The
+        # suffix keeps their file: names hold whole seconds, one of the same second would be emptied
+        suffix = f".{begin:09d}"
+        self.writer = SummaryWriter(
+            str(folder), purge_step=begin or None, flush_secs=30, filename_suffix=suffix
+        )
 
     def scalars(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl."""
