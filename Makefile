@@ -25,7 +25,7 @@ tune: install
 	$(BIN)/python experiments/tune_lr.py $(ARGS)
 
 figures: install
-	$(BIN)/normstudy figures $(ARGS)
+	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

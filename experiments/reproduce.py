@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     mesh.start()
     study.run_arms(base, ARMS, chosen, options.seeds, options.out, "reproduction")
     title = f"What moving the norm does to {base.model.layers} layers"
-    how = f"python experiments/reproduce.py --preset {options.preset}"
+    how = cli.command_line("experiments/reproduce.py", options, argv)
     rows = study.sum_up(options.out, title, how, draw=options.draw)
     cli.show(rows, options)
 

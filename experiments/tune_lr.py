@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
     study.run_arms(base, ARMS, chosen, options.seeds, options.out, "learning-rate grid")
-    how = f"python experiments/tune_lr.py --preset {options.preset} --seeds {options.seeds}"
+    how = cli.command_line("experiments/tune_lr.py", options, argv)
     rows = study.sum_up(options.out, "Pre-norm over learning rates", how, draw=options.draw)
     grid = [
         {

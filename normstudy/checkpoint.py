@@ -52,7 +52,11 @@ def restore(run_folder: Path, step: int, like: Any) -> Any:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             to_dict(like),
         )
-        return from_dict(like, checkpointer.load(step, wanted))
+        try:
+            loaded = checkpointer.load(step, wanted)
+        except (ValueError, OSError, KeyError) as error:
+            raise UserError(f"checkpoint {step} of {run_folder} is damaged: {error}") from None
+        return from_dict(like, loaded)
 
 
 def locate(path: Path, step: int | None) -> tuple[Path, int]:

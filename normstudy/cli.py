@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
     if command.study.seeds < 1:
         raise UserError(f"seeds must be at least 1, not {command.study.seeds}")
     return command.study, command.run
+
+
+def command_line(script: str, study: Study, argv: Sequence[str]) -> str:
+    """The command that gives this study again, its preset written out."""
+    preset = [] if _value_of("--preset", argv) else ["--preset", str(study.preset)]
+    return shlex.join(["python", script, *preset, *argv])
 
 
 def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) -> list[str]:

@@ -29,7 +29,9 @@ class Model:
     embed_multiplier: float | None = None  # x_0 = this * E[token] + P[t]; None: sqrt(width), 2017
 
     def __post_init__(self):
-        _positive(self, "layers", "width", "heads", "ff", "context", "vocab", "norm_eps")
+        _positive(self, "layers", "width", "heads", "ff", "vocab", "norm_eps")
+        if self.context < 2:
+            raise UserError(f"context must be at least 2 tokens, not {self.context}")
         if self.width % self.heads:
             divisors = [h for h in range(1, self.width + 1) if self.width % h == 0]
             raise UserError(
@@ -50,6 +52,8 @@ class Init:
 
     def __post_init__(self):
         _positive(self, "init_std", "gain")
+        if self.embed_std is not None:
+            _positive(self, "embed_std")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Data:
 
     def __post_init__(self):
         _positive(self, "batch")
+        _not_negative(self, "data_seed")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"val_fraction must lie between 0 and 1, not {self.val_fraction}")
 
@@ -89,6 +94,8 @@ class Optim:
     def __post_init__(self):
         _positive(self, "lr", "schedule_scale", "eps")
         _not_negative(self, "warmup", "end_fraction", "weight_decay", "clip")
+        if not 0 < self.decay_fraction <= 1:
+            raise UserError(f"decay_fraction must lie in (0, 1], not {self.decay_fraction}")
         if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
             raise UserError(f"b1 and b2 must lie in [0, 1), not {self.b1}, {self.b2}")
 
@@ -254,7 +261,7 @@ PRESETS: dict[str, Run] = {
         optim=Optim(warmup=4000),
         steps=10_000,
         checkpoint_every=1000,
-        probe=Probe(probe_every=500),
+        probe=Probe(probe_every=500, probe_batch=64),
     ),
     "tpu": Run(
         model=Model(width=1024, heads=16, ff=4096, context=512),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def load(name: str) -> Corpus:
     Raises UserError when it is missing, too short, or differs from its pinned hash.
     """
     if name in WHEELS:
-        return _from_wheel(name, WHEELS[name])
+        return _from_wheel(name)
     if name == "synthetic":
         return _synthetic()
     path = Path(name).expanduser()
@@ -65,7 +66,10 @@ def load(name: str) -> Corpus:
             f"corpus {name!r} is neither a known name ({', '.join([*WHEELS, 'synthetic'])}) "
             "nor a path that exists"
         )
-    return _from_path(path)
+    try:
+        return _from_path(path)
+    except OSError as error:
+        raise UserError(f"corpus {name!r} cannot be read: {error.strerror}") from None
 
 
 def unigram(tokens: np.ndarray, vocab: int) -> np.ndarray:
@@ -77,6 +81,17 @@ def entropy(frequencies: np.ndarray) -> float:
     """H1 in nats: the loss of a model that knows the frequencies and nothing else."""
     seen = frequencies[frequencies > 0]
     return float(-(seen * np.log(seen)).sum())
+
+
+def as_dict(corpus: Corpus) -> dict[str, str | int]:
+    """What config.json says of it: two runs belong together only if this agrees."""
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "licence": corpus.licence,
+        "provenance": corpus.provenance,
+        "tokens": len(corpus.tokens),
+    }
 
 
 def describe(corpus: Corpus, val_fraction: float, vocab: int) -> str:
@@ -100,7 +115,8 @@ def verify(content: bytes, length: int, sha256: str, what: str) -> None:
         )
 
 
-def _from_wheel(name: str, wheel: Wheel) -> Corpus:
+def _from_wheel(name: str) -> Corpus:
+    wheel = WHEELS[name]
     # read, not imported: the package's __init__ pulls in a second package and 10 MB of indexes
     try:
         distribution = importlib.metadata.distribution(wheel.package)
@@ -122,7 +138,7 @@ def _from_wheel(name: str, wheel: Wheel) -> Corpus:
 
 
 def _from_path(path: Path) -> Corpus:
-    if path.suffix == ".bin":
+    if path.suffix == ".bin" and not path.is_dir():
         if path.stat().st_size % 2:
             raise UserError(f"{path} has an odd number of bytes: a .bin holds uint16 tokens")
         tokens = np.memmap(path, np.uint16, mode="r") if path.stat().st_size else np.zeros(0, "u2")
@@ -135,6 +151,7 @@ def _from_path(path: Path) -> Corpus:
     return Corpus(path.name, tokens, sha256, "unknown", str(path))
 
 
+@functools.cache
 def _synthetic(length: int = 1_000_000) -> Corpus:
     """Version 1: an order-1 Markov chain over 64 bytes with Zipf transitions, PCG64 seed 0."""
     random = np.random.Generator(np.random.PCG64(0))

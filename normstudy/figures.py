@@ -6,7 +6,7 @@ it. The same logs give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ def draw_all(runs: list[Logs], folder: Path) -> list[Drawn]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [_write(figure, runs, folder) for figure in FIGURES]
-    except PermissionError:
-        raise UserError(f"{folder} cannot be written") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from None
 
 
 def _write(figure: Figure, runs: list[Logs], folder: Path) -> Drawn:
@@ -90,7 +90,10 @@ def _write(figure: Figure, runs: list[Logs], folder: Path) -> Drawn:
         canvas.savefig(folder / f"{figure.name}.pdf", metadata={"CreationDate": None})
         canvas.savefig(png, metadata={"Software": None})
         plt.close(canvas)
-    return Drawn(figure.name, figure.title, figure.sentence(table), png, csv)
+    sentence = figure.sentence(table)
+    if not figure.all_seeds and len({logs.run.seed for logs in runs}) > 1:
+        sentence += " Of each arm the run with the lowest seed is shown."
+    return Drawn(figure.name, figure.title, sentence, png, csv)
 
 
 # ------------------------------------------------------------------------------------- frames
@@ -150,8 +153,8 @@ def _update_ratio(runs: list[Logs]) -> Table:
 
 def _draw_loss(table: Table) -> Canvas:
     canvas, axes = plt.subplots(figsize=(WIDTH, 3.4))
-    for i, (arm, of_arm) in enumerate(_by(table, "arm")):
-        seeds = _by(of_arm, "run")
+    for i, (arm, of_arm) in enumerate(frames.by(table, "arm")):
+        seeds = frames.by(of_arm, "run")
         words = [rows[0]["outcome"] for _, rows in seeds]
         for j, (_, rows) in enumerate(seeds):
             axes.plot(
@@ -176,13 +179,18 @@ def _draw_loss(table: Table) -> Canvas:
 
 def _draw_schedules(table: Table) -> Canvas:
     canvas, axes = plt.subplots(figsize=(WIDTH, 2.4))
-    same: dict[tuple, list[str]] = {}
-    for run, rows in _by(table, "run"):
-        same.setdefault(tuple(row["lr"] for row in rows[:60]), []).append(run)
-    seen = dict(_by(table, "run"))
-    for i, names in enumerate(same.values()):
-        rows = max((seen[name] for name in names), key=len)  # the one that ran longest
-        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    groups: list[list[tuple[str, Table]]] = []  # runs with the same rates, the longest first
+    for run, rows in sorted(frames.by(table, "run"), key=lambda pair: -len(pair[1])):
+        rates = _column(rows, "lr")
+        same = (g for g in groups if np.allclose(_column(g[0][1], "lr")[: len(rates)], rates))
+        group = next(same, None)
+        if group is None:
+            groups.append([(run, rows)])
+        else:
+            group.append((run, rows))
+    for i, group in enumerate(groups):
+        name, rows = group[0]
+        label = name if len(group) == 1 else f"{name} and {len(group) - 1} more"
         axes.plot(
             _column(rows, "update"), _column(rows, "lr"), label=label,
             marker=MARKERS[i % len(MARKERS)], markevery=(i * 10, 60), markersize=3.5,
@@ -198,16 +206,20 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
     def draw(table: Table) -> Canvas:
         canvas, panels = _panels(table)
         shades = plt.get_cmap("viridis")
-        fullest: list = []
+        last = {run: max(row["step"] for row in rows) for run, rows in frames.by(table, "run")}
+        ends = {(run, step) for run, step in last.items() if step > 0}
+        labels = [f"step {s}" for s in sorted({r["step"] for r in table if _key(r) not in ends})]
+        labels += ["last probe"] * bool(ends)
+        lines: dict[str, Any] = {}
         for axes, (run, rows) in panels:
-            steps = sorted({row["step"] for row in rows})
-            for i, step in enumerate(steps):
-                here = [row for row in rows if row["step"] == step]
+            for step, here in frames.by(rows, "step"):
+                label = "last probe" if (run, step) in ends else f"step {step}"
+                i = labels.index(label)
                 layer, value = _column(here, "layer"), _column(here, column)
-                colour = shades(0.9 * i / max(len(steps) - 1, 1))
-                axes.plot(
-                    layer, value, color=colour, marker=MARKERS[i], markevery=(2 * i, 12),
-                    markersize=3, label="last probe" if i and step == steps[-1] else f"step {step}",
+                colour = shades(0.9 * i / max(len(labels) - 1, 1))
+                (lines[label],) = axes.plot(
+                    layer, value, color=colour, marker=MARKERS[i % len(MARKERS)],
+                    markevery=(min(2 * i, len(layer) - 1), 12), markersize=3, label=label,
                 )  # fmt: skip
                 if error:
                     se = _column(here, error)
@@ -216,8 +228,8 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
             axes.set_title(run)
             if log:
                 axes.set_yscale("log")
-            fullest = max(fullest, list(axes.lines), key=len)
-        canvas.legend(handles=fullest, loc="outside upper center", ncols=4)
+        shown = [lines[label] for label in labels]
+        canvas.legend(handles=shown, loc="outside upper center", ncols=min(len(shown), 6))
         canvas.supxlabel("layer (0 = bottom)", fontsize=9)
         canvas.supylabel(label, fontsize=9)
         return canvas
@@ -262,7 +274,7 @@ def _heat_maps(column: str, label: str) -> Callable:
 def _draw_matrices(table: Table) -> Canvas:
     canvas, panels = _panels(table)
     for i, (axes, (run, rows)) in enumerate(panels):
-        for j, (kind, here) in enumerate(_by(rows, "matrix")):
+        for j, (kind, here) in enumerate(frames.by(rows, "matrix")):
             axes.plot(
                 _column(here, "layer"), _column(here, "gradient"), label=kind if i == 0 else None,
                 marker=MARKERS[j], markevery=(2 * j, 12), markersize=3,
@@ -298,9 +310,10 @@ def _draw_skip(table: Table) -> Canvas:
 
 def _draw_update_ratio(table: Table) -> Canvas:
     canvas, panels = _panels(table)
-    names = ("bottom", "middle", "top")
     for i, (axes, (run, rows)) in enumerate(panels):
-        for j, (_, here) in enumerate(_by(rows, "layer")):
+        depths = frames.by(rows, "layer")
+        names = ("bottom", "middle", "top") if len(depths) == 3 else ("bottom", "top")
+        for j, (_, here) in enumerate(depths):
             axes.plot(
                 _column(here, "step"), _column(here, "update_ratio"), marker=MARKERS[j],
                 markersize=2.5, label=f"{names[j]} layer" if i == 0 else None,
@@ -319,7 +332,7 @@ def _draw_update_ratio(table: Table) -> Canvas:
 
 def _panels(table: Table, share: bool = True):
     """A grid of panels, at most four a row, one for each run: [(axes, (run, rows))]."""
-    runs = list(_by(table, "run"))
+    runs = list(frames.by(table, "run"))
     columns = min(4, len(runs))
     rows = -(-len(runs) // columns)
     canvas, grid = plt.subplots(
@@ -332,12 +345,8 @@ def _panels(table: Table, share: bool = True):
     return canvas, list(zip(flat, runs, strict=False))
 
 
-def _by(table: Iterable[dict], column: str) -> list[tuple[Any, Table]]:
-    """Rows grouped by a column, groups in the order of their first row."""
-    groups: dict = {}
-    for row in table:
-        groups.setdefault(row[column], []).append(row)
-    return list(groups.items())
+def _key(row: dict) -> tuple[str, int]:
+    return row["run"], row["step"]
 
 
 def _column(rows: Table, name: str) -> np.ndarray:

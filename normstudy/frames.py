@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ CLOSING_COLUMNS = {
     "at_step": "at step",
     "best_loss": "best loss (nats)",
     "last_loss": "last loss (nats)",
+    "best_bits": "best (bits per byte)",
     "last_bits": "last (bits per byte)",
     "gradient_bottom_over_top": "gradient bottom/top, step 0",
     "skip_gain": "skip-path gain, step 0",
@@ -67,13 +69,13 @@ def load(folder: Path) -> list[Logs]:
 
 
 def _load_run(folder: Path) -> Logs:
-    needed = ("name", "corpus", "placement")
+    needed = ("name", "h1_nats", "placement")
     tree = record.read_identity(folder / record.CONFIG, "run", *needed)
     finished = folder / record.OUTCOME
     return Logs(
         name=tree["name"],
         run=record.load_config(folder),
-        h1=tree["corpus"]["h1_nats"],
+        h1=tree["h1_nats"],
         alpha=tree["placement"]["alpha"],
         skip_norms=tuple(tree["placement"]["skip_norms"]),
         metrics=record.read_rows(folder / record.METRICS),
@@ -201,7 +203,8 @@ def summary_row(logs: Logs) -> dict[str, Any]:
     }
     for name in ("best", "last", "val"):
         nats = row[f"{name}_loss"]
-        row[f"{name}_bits"] = None if nats is None else nats / np.log(2)
+        bytewise = not logs.run.data.corpus.endswith(".bin")  # its tokens may be longer than a byte
+        row[f"{name}_bits"] = float(nats / np.log(2)) if bytewise and nats is not None else None
     return row
 
 
@@ -212,6 +215,14 @@ def closing_table(rows: list[dict[str, Any]]) -> Table:
         {head: row[name] for name, head in CLOSING_COLUMNS.items() if name != "seed" or several}
         for row in rows
     ]
+
+
+def by(table: Iterable[dict[str, Any]], column: str) -> list[tuple[Any, Table]]:
+    """Rows grouped by a column, groups in the order of their first row."""
+    groups: dict[Any, Table] = {}
+    for row in table:
+        groups.setdefault(row[column], []).append(row)
+    return list(groups.items())
 
 
 def to_csv(table: Table) -> str:

@@ -42,8 +42,9 @@ def table(path: Path, step: int | None, vectors: int) -> tuple[dict[str, Any], l
         "KL(unigram || prediction) (nats)": float(found["unigram_kl"]),
         "vectors": vectors,
     }
+    factors = tuple(sorted(name for name in found if name.startswith("norm_factor")))
     rows = [
-        {"layer": layer, **{name: float(found[name][layer]) for name in COLUMNS}}
+        {"layer": layer, **{name: float(found[name][layer]) for name in (*COLUMNS, *factors)}}
         for layer in range(run.model.layers)
     ]
     return header, rows

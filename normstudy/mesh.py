@@ -26,14 +26,25 @@ def start(cpu_devices: int | None = None) -> None:
     one. It changes nothing on GPU and TPU.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", cpu_devices or len(os.sched_getaffinity(0)))
+        affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        jax.config.update("jax_num_cpu_devices", cpu_devices or cores)
 
 
 def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:
-    """The mesh over all devices. Raises UserError when sizes do not fit the devices or batches."""
+    """The mesh over all devices. Raises UserError when sizes do not fit the devices or batches.
+
+    On CPUs the number of devices is an accident of the cores: without an explicit `data`, as many
+    are used as divide the batches.
+    """
     devices = jax.device_count()
     rest = cfg.fsdp * cfg.tensor
     data = cfg.data if cfg.data > 0 else devices // max(rest, 1)
+    may_shrink = cfg.data < 0 and jax.default_backend() == "cpu" and jax.process_count() == 1
+    if may_shrink and rest > 0 and devices % rest == 0:
+        while data > 1 and (batch % (data * cfg.fsdp) or probe_batch % (data * cfg.fsdp)):
+            data -= 1
+        devices = data * rest
     if rest < 1 or data * rest != devices:
         raise UserError(
             f"mesh data={cfg.data} x fsdp={cfg.fsdp} x tensor={cfg.tensor} does not use the "
@@ -46,15 +57,18 @@ def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:
                 f"it into (data {data} x fsdp {cfg.fsdp}); make it a multiple of {data * cfg.fsdp}"
             )
     return jax.make_mesh(
-        (data, cfg.fsdp, cfg.tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
+        (data, cfg.fsdp, cfg.tensor),
+        ("data", "fsdp", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:devices],
     )
 
 
 def describe(mesh: jax.sharding.Mesh) -> str:
-    """One line for people, e.g. '2 cpu devices (data 2, fsdp 1, tensor 1)'."""
+    """One line for people, e.g. '2 of 2 cpu devices (data 2, fsdp 1, tensor 1)'."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     device = mesh.devices.flat[0]
-    return f"{mesh.devices.size} {device.device_kind} devices ({sizes})"
+    return f"{mesh.devices.size} of {jax.device_count()} {device.device_kind} devices ({sizes})"
 
 
 def state_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 WORDS = {
-    "trained": "better than the unigram entropy H1, and near its best at the end",
-    "stalled": "never better than H1, and no longer falling",
-    "collapsed": "was better than H1, fell back to it and stayed",
+    "trained": "better than the unigram entropy H1 for a while now, and near its best",
+    "stalled": "never better than H1, stays close to it",
+    "collapsed": "was better than H1, fell back to it and stays close to it",
     "diverged": "non-finite, or above its start and not coming back",
     "spiked": "trained, but the smoothed loss once rose far above its best and came back",
-    "undecided": "warmup not over, still falling, or in the middle of a rise or a fall",
+    "undecided": "none of these: warmup not over, still falling or rising, or flat elsewhere",
 }
 
 
@@ -24,7 +24,7 @@ class Rule:
     margin: float = 0.05  # better than H1 means below H1 - margin
     stay: int = 50  # so long must a plateau last
     spike: float = 0.5  # a rise of the smoothed loss above its best so far that counts as a spike
-    near: float = 0.25  # as near to its best must a trained run end
+    near: float = 0.25  # near its best, or near H1, means within this
 
 
 RULE = Rule()
@@ -70,13 +70,17 @@ def classify(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> O
         return _above_water(curve, better, h1, rule)
     if better.any():
         step = _since(~better)
-        if n - step >= rule.stay:
-            why = f"best {curve.min():.2f}, not below H1 = {h1:.2f} since step {step}"
-            return Outcome("collapsed", step, why)
-        return Outcome("undecided", step, f"back above H1 for only {n - step} updates")
+        if n - step < rule.stay:
+            return Outcome("undecided", step, f"back above H1 for only {n - step} updates")
+        if abs(curve[-rule.stay :] - h1).max() > rule.near:
+            return Outcome("undecided", step, f"fell back above H1, now at {curve[-1]:.2f}")
+        why = f"best {curve.min():.2f}, not below H1 = {h1:.2f} since step {step}"
+        return Outcome("collapsed", step, why)
     fallen = curve[-rule.stay] - curve[-1]
     if fallen > rule.margin:
         return Outcome("undecided", n, f"still falling: {fallen:.2f} nats in {rule.stay} updates")
+    if curve[-1] > h1 + rule.near:
+        return Outcome("undecided", n, f"flat at {curve[-1]:.2f}, far above H1 = {h1:.2f}")
     step = max(_since(curve <= curve[-1] + rule.margin), warmup)
     return Outcome("stalled", step, f"best {curve.min():.2f}, never below H1 = {h1:.2f}")
 
@@ -95,16 +99,19 @@ def sealed_for(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) ->
 
 def _above_water(curve: np.ndarray, better: np.ndarray, h1: float, rule: Rule) -> Outcome:
     """Outcome of a run that is better than H1 at its last step."""
+    since = _since(better)
+    if len(curve) - since < rule.stay:
+        why = f"below H1 = {h1:.2f} for only {len(curve) - since} updates"
+        return Outcome("undecided", since, why)
     best_so_far = np.minimum.accumulate(curve)
-    rise = curve - best_so_far
+    rise = np.where(np.maximum.accumulate(better), curve - best_so_far, 0)  # once it was better
     if rise[-1] > rule.near:
         why = f"{rise[-1]:.2f} nats above its best {best_so_far[-1]:.2f} at the last step"
         return Outcome("undecided", len(curve), why)
     if rise.max() > rule.spike:
         step = int(np.argmax(rise))
         return Outcome("spiked", step, f"rose by {rise.max():.2f} nats, and recovered")
-    step = _since(better)
-    return Outcome("trained", step, f"below H1 = {h1:.2f} since step {step}, at {curve[-1]:.2f}")
+    return Outcome("trained", since, f"below H1 = {h1:.2f} since step {since}, at {curve[-1]:.2f}")
 
 
 def _since(condition: np.ndarray) -> int:

@@ -33,7 +33,8 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; give a folder by --out")
         if not path.exists():
-            if folder.exists() and any(folder.iterdir()):
+            ours = {path.name + ".partial"}  # a kill while it was being written
+            if folder.exists() and {found.name for found in folder.iterdir()} - ours:
                 raise UserError(
                     f"{folder} holds files but is no {kind} of normstudy; nothing was written. "
                     "Give a new or empty folder by --out"
@@ -54,6 +55,12 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
         raise UserError(
             f"{folder} was made with another config; nothing was written. {_diff(before, identity)}"
             "Give another folder by --out, or the same settings to go on"
+        )
+    texts = [tree.get("corpus", {}).get("sha256") for tree in (before, identity)]
+    if texts[0] != texts[1]:
+        raise UserError(
+            f"{folder} was made with another text (sha256 {texts[0]} there, {texts[1]} now); "
+            "nothing was written. Give another folder by --out"
         )
     return True
 

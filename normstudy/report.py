@@ -34,18 +34,19 @@ def write(
     drawn: list[Drawn],
 ) -> None:
     """Write the page: verdict, table, every figure with its sentence, how it was made."""
-    figures = "\n".join(_figure(figure) for figure in drawn)
+    first, *others = drawn
+    figures = "\n".join(_figure(figure) for figure in others)
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{CSS}</style></head><body>
 <h1>{html.escape(title)}</h1>
 <p>{html.escape(verdict(rows))}</p>
-{_figure(drawn[0])}
+{_figure(first)}
 <h2>What became of each arm</h2>
 <div class="wide">{_table(rows)}</div>
 <p class="small">{html.escape(_words(rows))}</p>
-{figures[len(_figure(drawn[0])) :]}
+{figures}
 <h2>How this was made</h2>
 <p class="small">{html.escape(card)}</p>
 <p class="small">{html.escape(_made(runs))}</p>
@@ -57,7 +58,7 @@ def write(
 def verdict(rows: list[dict[str, Any]]) -> str:
     """The first sentence of the page: who trained, who did not, from the outcomes alone."""
     parts = []
-    for word in outcome.WORDS:
+    for word in (*outcome.WORDS, "running"):
         names = [row["arm"] for row in rows if row["outcome"] == word]
         if names:
             parts.append(f"{len(names)} of {len(rows)} runs {word}: {', '.join(names)}")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from normstudy import config, record
+from normstudy.errors import UserError
 from normstudy.progress import Progress
 from normstudy.tensorboard import Board
 
@@ -21,6 +22,11 @@ class RunLog:
         for log in (record.METRICS, record.PROBES):
             record.truncate(folder / log, begin)
         rows = record.read_rows(folder / record.METRICS) if begin else []
+        if [row["step"] for row in rows] != list(range(begin)):
+            raise UserError(
+                f"{folder / record.METRICS} lacks steps before the checkpoint at step {begin}; "
+                "delete the run folder and run the arm again"
+            )
         # nats, of every step so far; the decimals in the log give the same float32 back
         self.losses = [float(np.float32(row["loss"])) for row in rows]
         self.writes = jax.process_index() == 0

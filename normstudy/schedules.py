@@ -5,6 +5,7 @@ Update u counts from 1; optax counts from 0, so a schedule is asked at u - 1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -65,6 +66,7 @@ SCHEDULES: dict[str, tuple[Callable, bool]] = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def table(optim: Optim, width: int, total: int) -> np.ndarray:
     """Learning rate of updates 1..total, shape (total,), audited: finite and positive.
 
@@ -75,6 +77,7 @@ def table(optim: Optim, width: int, total: int) -> np.ndarray:
     if warms and optim.warmup:
         schedule = optax.schedules.join_schedules([_warmup(optim), schedule], [optim.warmup])
     rates = np.array([np.asarray(schedule(n)) for n in range(total)], float)
+    rates.flags.writeable = False  # it is cached: an arm asks for it several times
     for n, rate in enumerate(rates):
         if not (math.isfinite(rate) and rate > 0):
             raise UserError(

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from normstudy.frames import Table
+from normstudy.frames import Table, by
 
 
 def loss(table: Table) -> str:
     """Who trains, who does not, and against what."""
     arms: dict[str, dict[str, str]] = {}
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         arms.setdefault(rows[0]["arm"], {})[run] = rows[0]["outcome"]
     words: dict[str, list[str]] = {}
     for arm, outcomes in arms.items():
@@ -38,7 +38,8 @@ def jacobian(table: Table) -> str:
 def jacobian_map(table: Table) -> str:
     """Extremes over all layers and steps."""
     return (
-        "The same over the whole run, one column a probe. Smallest and largest value of each run: "
+        "The Jacobian norm to the end over the whole run, one column a probe. "
+        "Smallest and largest value of each run: "
         f"{_extremes(table, 'jacobian_to_end')}."
     )
 
@@ -54,7 +55,7 @@ def block_map(table: Table) -> str:
 def skip_path(table: Table) -> str:
     """The gap between the skip path and the full Jacobian at the bottom."""
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         bottom = min(rows, key=lambda row: row["layer"])
         parts.append(
             f"{run} {_number(bottom['skip_gain'])} against {_number(bottom['jacobian_to_end'])}"
@@ -78,7 +79,7 @@ def similarity(table: Table) -> str:
 def stream_gradient(table: Table) -> str:
     """Bottom over top at step 0."""
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         first = _at(rows, min(row["step"] for row in rows), "stream_gradient")
         parts.append(f"{run} {_number(first[0] / first[-1])}")
     return (
@@ -90,7 +91,7 @@ def stream_gradient(table: Table) -> str:
 def matrix_gradient(table: Table) -> str:
     """How far the gradient of Q changes over the depth."""
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         q = [row["gradient"] for row in rows if row["matrix"] == "q"]
         parts.append(f"{run} {_number(q[0] / max(q[-1], 1e-300))}")
     return (
@@ -110,8 +111,8 @@ def norm_factor(table: Table) -> str:
 
 
 def update_ratio(table: Table) -> str:
-    """The first update of the middle layer."""
-    parts = [f"{run} {_number(rows[0]['update_ratio'])}" for run, rows in _runs(table)]
+    """The first update of the bottom layer."""
+    parts = [f"{run} {_number(rows[0]['update_ratio'])}" for run, rows in by(table, "run")]
     return (
         "Norm of what the optimizer applied over the norm of the weights, all branch matrices of "
         f"a block. Bottom layer at the first update: {'; '.join(parts)}."
@@ -121,7 +122,7 @@ def update_ratio(table: Table) -> str:
 def schedules(table: Table) -> str:
     """First and highest learning rate."""
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         rates = [row["lr"] for row in rows]
         parts.append(f"{run} {_number(rates[0])} to {_number(max(rates))}")
     return f"Learning rate as applied. At update 1, and at its highest: {'; '.join(parts)}."
@@ -134,13 +135,6 @@ def tally(words: list[str]) -> str:
     return ", ".join(f"{word} {n} of {len(words)}" for word, n in Counter(words).items())
 
 
-def _runs(table: Table) -> list[tuple[str, Table]]:
-    groups: dict[str, Table] = {}
-    for row in table:
-        groups.setdefault(row["run"], []).append(row)
-    return list(groups.items())
-
-
 def _at(rows: Table, step: int, column: str) -> list[float]:
     """The column over the layers at one step, bottom first."""
     here = sorted((row for row in rows if row["step"] == step), key=lambda row: row["layer"])
@@ -149,7 +143,7 @@ def _at(rows: Table, step: int, column: str) -> list[float]:
 
 def _pairs(table: Table, column: str, pick: Callable[[list[float]], float]) -> str:
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         steps = [row["step"] for row in rows]
         first, last = (pick(_at(rows, step, column)) for step in (min(steps), max(steps)))
         parts.append(f"{run} {_number(first)} and {_number(last)}")
@@ -166,7 +160,7 @@ def _mean_first_and_last(table: Table, column: str) -> str:
 
 def _extremes(table: Table, column: str) -> str:
     parts = []
-    for run, rows in _runs(table):
+    for run, rows in by(table, "run"):
         values = [row[column] for row in rows]
         parts.append(f"{run} {_number(min(values))} to {_number(max(values))}")
     return "; ".join(parts)

@@ -18,6 +18,7 @@ from normstudy import (
     figures,
     frames,
     inits,
+    mesh,
     record,
     report,
     schedules,
@@ -48,8 +49,12 @@ def run_arms(
             train.check(run)
             folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
             jobs.append((name, run, folder))
-    record.open_folder(out, record.identity(dataclasses.asdict(base), kind), kind)
-    say(corpus.describe(corpus.load(base.data.corpus), base.data.val_fraction, base.model.vocab))
+    text = corpus.load(base.data.corpus)
+    identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
+    record.open_folder(out, identity, kind)
+    say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
+    devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
+    say(f"mesh: {mesh.describe(devices)}")
     for name, run, _ in jobs:
         if run.seed == base.seed:
             say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}; init "
@@ -100,13 +105,15 @@ def by_arm(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         tally = Counter(row["outcome"] for row in own)
         agreed = len(tally) == 1
         arm: dict[str, Any] = {"outcome": next(iter(tally)) if agreed else "mixed"}
-        arm["seeds"] = f"{max(tally.values())} of {len(own)}"
+        arm["seeds"] = len(own)
+        arm["outcomes"] = dict(tally)
         for column in own[0]:
             if column in ("arm", "seed", "outcome", "why", "stopped_because"):
                 continue
             values = [row[column] for row in own]
             usable = agreed and None not in values
-            arm[column] = float(np.median(values)) if usable else None
+            middle = float(np.median(values)) if usable else None
+            arm[column] = int(middle) if middle is not None and middle.is_integer() else middle
         arm["runs"] = own
         arms[name] = arm
     return arms

@@ -6,7 +6,6 @@ They know nothing of the norms on the stream, nor of the residual add.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -52,14 +51,3 @@ class Mlp(nnx.Module):
     def __call__(self, x_BTD: Stream) -> Stream:
         h_BTF = ACTIVATIONS[self.activation](x_BTD @ self.up[...].astype(x_BTD.dtype))
         return h_BTF @ self.down[...].astype(x_BTD.dtype)
-
-
-def attention_by_einsum(attention: Attention, x_BTD: Stream) -> Stream:
-    """The same function written out; the reference that tests compare with."""
-    B, T, D = x_BTD.shape
-    heads = (B, T, attention.heads, D // attention.heads)
-    q, k, v = ((x_BTD @ w[...]).reshape(heads) for w in (attention.q, attention.k, attention.v))
-    logits_BHTS = jnp.einsum("bthk,bshk->bhts", q, k) / jnp.sqrt(jnp.array(heads[-1], q.dtype))
-    causal_TS = jnp.tril(jnp.ones((T, T), bool))
-    weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, logits_BHTS, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v).reshape(B, T, D) @ attention.o[...]

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from normstudy import (
     checkpoint,
     config,
+    corpus,
     data,
     inits,
     mesh,
@@ -108,8 +109,7 @@ def programs(
         return new, scalars | {"probe": probe | by_layer("weight", state.model)}
 
     def measure(params, probe_batch, unigram, key):
-        weights = by_layer("weight", params)
-        return probes.measure(params, probe_batch, unigram, key, vectors) | weights
+        return probes.measure(params, probe_batch, unigram, key, vectors)
 
     stds = inits.standard_deviations(model, config.Init(), 1.0)
     abstract = jax.eval_shape(init, jax.random.key(0), stds)
@@ -311,19 +311,13 @@ def _identity(
     run: config.Run, name: str, feed: data.Feed, devices: jax.sharding.Mesh
 ) -> dict[str, Any]:
     """What config.json of a run holds."""
-    place, text = placements.row(run.model.placement), feed.text
+    place = placements.row(run.model.placement)
     return record.identity(
         dataclasses.asdict(run),
         "run",
         name=name,
-        corpus={
-            "name": text.name,
-            "sha256": text.sha256,
-            "licence": text.licence,
-            "provenance": text.provenance,
-            "tokens": len(text.tokens),
-            "h1_nats": feed.h1,
-        },
+        corpus=corpus.as_dict(feed.text),
+        h1_nats=feed.h1,
         placement={
             "equation": place.text,
             "skip_norms": place.skip_norms,

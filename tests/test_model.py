@@ -9,7 +9,17 @@ import tiny
 
 from normstudy import probes, train
 from normstudy.placements import PLACEMENTS
-from normstudy.sublayers import attention_by_einsum
+
+
+def attention_by_einsum(attention, x_BTD):
+    """Attention written out, to compare with the library's."""
+    B, T, D = x_BTD.shape
+    heads = (B, T, attention.heads, D // attention.heads)
+    q, k, v = ((x_BTD @ w[...]).reshape(heads) for w in (attention.q, attention.k, attention.v))
+    logits_BHTS = jnp.einsum("bthk,bshk->bhts", q, k) / jnp.sqrt(jnp.array(heads[-1], q.dtype))
+    causal_TS = jnp.tril(jnp.ones((T, T), bool))
+    weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, logits_BHTS, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v).reshape(B, T, D) @ attention.o[...]
 
 
 def test_token_loss_has_no_gradient_from_later_positions(x64):
