@@ -35,6 +35,9 @@ def reproduce():
     return tiny.experiment("reproduce")
 
 
+FACTORS = ("norm_factor_post/attn", "norm_factor_post/mlp")  # of the post placement
+
+
 def assert_one_message(found, *names):
     code, out, err = found
     assert code == 2
@@ -244,13 +247,13 @@ def test_probe_prints_one_row_a_layer_and_its_json_parses(finished, command):
     assert code == 0
     found = json.loads(out)
     assert [row["layer"] for row in found["layers"]] == [0, 1]
-    assert set(found["layers"][0]) == {"layer", *inspect_checkpoint.COLUMNS}
+    assert set(found["layers"][0]) == {"layer", *inspect_checkpoint.COLUMNS, *FACTORS}
     assert found["checkpoint"] == "step 8 of run" and found["placement"] == "post"
 
     code, text, _ = command(cli.dispatch, "probe", folder / "ckpt" / "3", "--vectors", "2")
     assert code == 0
     head, *rows = text[text.index("layer") :].splitlines()
-    assert head.split() == ["layer", *inspect_checkpoint.COLUMNS]
+    assert head.split() == ["layer", *inspect_checkpoint.COLUMNS, *FACTORS]
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert "checkpoint: step 3 of run" in text
 

@@ -98,12 +98,20 @@ def test_mesh_that_does_not_use_the_devices_is_refused(axes):
 
 def test_batch_that_the_mesh_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"^batch 12 is not divided by the 8 parts"):
-        mesh.make(config.Mesh(), 12, 8)
+        mesh.make(config.Mesh(data=8), 12, 8)
     with pytest.raises(UserError, match=r"^probe_batch 4 is not divided by the 8 parts"):
-        mesh.make(config.Mesh(), 8, 4)
+        mesh.make(config.Mesh(data=8), 8, 4)
     with pytest.raises(UserError, match="multiple of 4"):
-        mesh.make(config.Mesh(fsdp=2, tensor=2), 6, 8)
+        mesh.make(config.Mesh(data=2, fsdp=2, tensor=2), 6, 8)
     mesh.make(config.Mesh(tensor=8), 3, 5)  # tensor parallelism does not split the batch
+
+
+def test_cores_that_do_not_divide_the_batch_are_left_out():
+    """A CPU with six cores must run the study too; other devices are not left idle in silence."""
+    assert mesh.make(config.Mesh(), 12, 8).devices.size == 4
+    assert mesh.make(config.Mesh(fsdp=2), 6, 8).devices.size == 2
+    assert mesh.make(config.Mesh(), 7, 8).devices.size == 1
+    assert mesh.describe(mesh.make(config.Mesh(), 12, 8)).startswith("4 of 8 ")
 
 
 def test_batch_is_laid_out_by_sequences_and_keeps_its_values():
@@ -132,4 +140,4 @@ def test_start_may_be_called_again():
 
 def test_describe_names_devices_and_axes():
     found = mesh.describe(mesh.make(config.Mesh(fsdp=2, tensor=2), 8, 8))
-    assert found == "8 cpu devices (data 2, fsdp 2, tensor 2)"
+    assert found == "8 of 8 cpu devices (data 2, fsdp 2, tensor 2)"

@@ -97,8 +97,23 @@ def test_run_still_falling_above_h1_is_undecided():
     assert "falling" in found.why
 
 
-def test_run_still_falling_below_h1_is_trained():
-    assert classify(ramp(6, 2, 200)).word == "trained"
+def test_run_still_falling_below_h1_is_trained_once_it_has_stayed_there():
+    assert classify(ramp(6, 2, 300)).word == "trained"  # below H1 for its last 60 updates
+    assert classify(ramp(6, 2, 200)).word == "undecided"  # for its last 30
+
+
+def test_flat_far_above_h1_is_not_called_stalled():
+    found = classify(ramp(6, 4.5, 50), flat(4.5, 200))
+    assert found.word == "undecided" and "far above" in found.why
+
+
+def test_fall_back_far_above_h1_is_not_called_collapsed():
+    found = classify(ramp(6, 2, 100), flat(5, 200))
+    assert found.word == "undecided" and "fell back above" in found.why
+
+
+def test_overshoot_before_anything_was_learned_is_no_spike():
+    assert classify(flat(5, 10), flat(9, 10), ramp(5, 2, 50), flat(2, 200)).word == "trained"
 
 
 def test_run_in_the_middle_of_a_rise_is_undecided():

@@ -201,3 +201,15 @@ def test_identity_names_code_and_versions():
     assert found["code"]
     assert {"python", "jax", "flax", "optax", "numpy"} <= set(found["versions"])
     json.dumps(found, allow_nan=False)
+
+
+def test_another_text_under_the_same_name_is_refused(tmp_path):
+    identity = {"kind": "run", "config": {"corpus": "my.txt"}}
+    record.open_folder(tmp_path, identity | {"corpus": {"sha256": "aa"}}, "run")
+    with pytest.raises(UserError, match=r"another text \(sha256 aa there, bb now\)"):
+        record.open_folder(tmp_path, identity | {"corpus": {"sha256": "bb"}}, "run")
+
+
+def test_folder_left_by_a_kill_at_its_first_write_is_taken(tmp_path):
+    (tmp_path / "config.json.partial").write_text("{")
+    assert record.open_folder(tmp_path, {"kind": "run", "config": {}}, "run") is False

@@ -118,7 +118,7 @@ def test_rate_of_zero_is_refused_with_its_update(name):
     total=st.integers(1, 24),
     share=st.floats(0, 1),
     end_fraction=st.floats(0.01, 1),
-    decay_fraction=st.floats(0, 1),
+    decay_fraction=st.floats(0.01, 1),
 )
 def test_every_schedule_is_positive_and_never_above_its_peak(
     name, lr, total, share, end_fraction, decay_fraction

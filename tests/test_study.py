@@ -18,14 +18,15 @@ def row(arm="a", seed=0, outcome="trained", **values):
 def test_medians_are_taken_over_seeds_that_agree():
     rows = [row(seed=s, best_loss=loss) for s, loss in enumerate([2.0, 2.2, 2.1])]
     found = study.by_arm(rows)["a"]
-    assert (found["outcome"], found["seeds"], found["best_loss"]) == ("trained", "3 of 3", 2.1)
+    assert (found["outcome"], found["seeds"], found["best_loss"]) == ("trained", 3, 2.1)
     assert found["runs"] == rows
 
 
 def test_dead_seed_is_never_averaged():
     rows = [row(), row(seed=1, outcome="collapsed", best_loss=9.0), row(seed=2)]
     found = study.by_arm(rows)["a"]
-    assert (found["outcome"], found["seeds"]) == ("mixed", "2 of 3")
+    assert (found["outcome"], found["seeds"]) == ("mixed", 3)
+    assert sorted(found["outcomes"].values()) == [1, 2]
     assert found["best_loss"] is None and found["at_step"] is None
 
 

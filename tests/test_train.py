@@ -80,11 +80,11 @@ def test_run_folder_holds_all_that_it_should(finished):
     assert record.load_config(folder) == run
     assert record.read_json(folder / record.OUTCOME) == result
     identity = record.read_json(folder / record.CONFIG)
-    assert identity["corpus"]["h1_nats"] == result["h1"]
+    assert identity["h1_nats"] == result["h1"]
     assert identity["placement"] == {
         "equation": "n.post(x + f(x))", "skip_norms": ["post"], "alpha": 1.0, "beta": 1.0
     }  # fmt: skip
-    assert identity["devices"].startswith("8 cpu devices")
+    assert identity["devices"].startswith("8 of 8 cpu devices")
 
 
 def test_result_says_what_the_log_says(finished):
@@ -348,7 +348,7 @@ def test_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path, monkeypatch,
 
 
 def test_run_whose_fate_is_sealed_stops_early_when_asked_to(tmp_path, monkeypatch):
-    script(monkeypatch, [4.0] * 80)  # stalled from the end of warmup
+    script(monkeypatch, [3.1] * 80)  # on H1, stalled from the end of warmup
     quick = train.train(tiny.run(steps=80, stop_after=10, warmup=45), tmp_path / "quick")
     assert quick["word"] == "stalled"
     assert quick["steps_done"] == 60  # warmup and ten more, looked at every tenth update
@@ -425,8 +425,8 @@ def test_tensorboard_takes_five_layers_from_bottom_to_top(tmp_path):
     [
         ({"placement": "nowhere"}, "unknown placement 'nowhere'"),
         ({"schedule": "linear", "end_fraction": 0.0}, "at update 8 of 8"),
-        ({"batch": 12}, "batch 12 is not divided"),
-        ({"probe_batch": 12}, "probe_batch 12 is not divided"),
+        ({"batch": 12, "data": 8}, "batch 12 is not divided"),
+        ({"probe_batch": 12, "data": 8}, "probe_batch 12 is not divided"),
         ({"data": 3}, "the product must be 8"),
         ({"corpus": "nowhere"}, "corpus 'nowhere'"),
         ({"vocab": 100}, "raise --vocab"),
