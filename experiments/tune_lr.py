@@ -16,7 +16,7 @@ from normstudy import cli, frames, mesh, study
 from normstudy.errors import UserError
 from normstudy.progress import say
 
-GRID = tuple(float(f"{10 ** (n / 2):.2g}") for n in range(-6, -1))  # 1e-3 to 1e-1, factor sqrt(10)
+GRID = tuple(float(f"{10 ** (n / 2):.2g}") for n in range(-6, 0))  # 1e-3 to 0.32, factor sqrt(10)
 
 
 def arm(lr: float):

@@ -140,8 +140,8 @@ class Run:
     eval_batches: int = 8  # validation batches at the end
     checkpoint_every: int = 200  # updates
     # end a run that has been collapsed or stalled for so many updates after its warmup; 0: never.
-    # Off by default, since a plateau can end: at lr 0.032 pre-norm sat on H1 until update 156 and
-    # then trained, where a patience of 100 updates had called it dead
+    # Off by default, since a plateau can end: at lr 0.1 pre-norm sits on H1 until update 164 and then
+    # trains (experiments/results/lr_grid.csv), where a patience of 100 updates would call it dead
     stop_after: int = 0
 
     def __post_init__(self):
@@ -254,7 +254,7 @@ PRESETS: dict[str, Run] = {
         eval_batches=2,
     ),
     # lr: the largest that pre-norm bears, by experiments/tune_lr.py (see results/lr_grid.csv)
-    "cpu": Run(optim=Optim(lr=0.032, warmup=200), steps=400),
+    "cpu": Run(optim=Optim(lr=0.1, warmup=200), steps=400),
     "gpu": Run(
         model=Model(width=512, heads=8, ff=2048, context=256),
         data=Data(batch=64),
