@@ -140,7 +140,7 @@ class Run:
     eval_batches: int = 8  # validation batches at the end
     checkpoint_every: int = 200  # updates
     # end a run that has been collapsed or stalled for so many updates after its warmup; 0: never.
-    # Off by default, since a plateau can end: at lr 0.1 pre-norm sits on H1 until update 164 and then
+    # Off by default, since a plateau can end: at lr 0.1 pre-norm sits on H1 until update 164, then
     # trains (experiments/results/lr_grid.csv), where a patience of 100 updates would call it dead
     stop_after: int = 0
 
