@@ -213,13 +213,13 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
         lines: dict[str, Any] = {}
         for axes, (run, rows) in panels:
             for step, here in frames.by(rows, "step"):
-                label = "last probe" if (run, step) in ends else f"step {step}"
-                i = labels.index(label)
+                at = "last probe" if (run, step) in ends else f"step {step}"
+                i = labels.index(at)
                 layer, value = _column(here, "layer"), _column(here, column)
                 colour = shades(0.9 * i / max(len(labels) - 1, 1))
-                (lines[label],) = axes.plot(
+                (lines[at],) = axes.plot(
                     layer, value, color=colour, marker=MARKERS[i % len(MARKERS)],
-                    markevery=(min(2 * i, len(layer) - 1), 12), markersize=3, label=label,
+                    markevery=(min(2 * i, len(layer) - 1), 12), markersize=3, label=at,
                 )  # fmt: skip
                 if error:
                     se = _column(here, error)
@@ -228,7 +228,7 @@ def _layer_curves(column: str, label: str, log: bool = True, error: str = "") ->
             axes.set_title(run)
             if log:
                 axes.set_yscale("log")
-        shown = [lines[label] for label in labels]
+        shown = [lines[at] for at in labels]
         canvas.legend(handles=shown, loc="outside upper center", ncols=min(len(shown), 6))
         canvas.supxlabel("layer (0 = bottom)", fontsize=9)
         canvas.supylabel(label, fontsize=9)

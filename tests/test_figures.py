@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import tiny
@@ -135,6 +136,21 @@ def test_update_ratio_csv_is_update_over_weight(drawn_study, runs):
     found = table(drawn_study[0], "update_ratio")[0]
     assert (found["run"], found["step"], found["layer"]) == ("post", "0", "0")
     assert float(found["update_ratio"]) == pytest.approx(update / weight, rel=1e-8)
+
+
+def test_axis_of_a_layer_figure_names_the_quantity(runs):
+    shown = {}
+    for figure in figures.FIGURES:
+        if figure.name in ("jacobian", "similarity", "stream_gradient", "norm_factor"):
+            canvas = figure.draw(figure.frame(runs))
+            shown[figure.name] = canvas.get_supylabel()
+            plt.close(canvas)
+    assert shown == {
+        "jacobian": "Jacobian norm to the end",
+        "similarity": "mean cosine between positions",
+        "stream_gradient": "norm of d loss / d stream",
+        "norm_factor": "mean of gain / sigma in the block's norms",
+    }
 
 
 def test_sentences_take_their_numbers_from_the_frame(runs):
