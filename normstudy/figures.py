@@ -168,7 +168,7 @@ def _draw_loss(table: Table) -> Canvas:
     axes.axhline(h1, color="black", lw=0.8, ls=":")
     axes.annotate(
         f"$H_1$ = {h1:.2f}: unigram entropy", (1, h1), xycoords=("axes fraction", "data"),
-        xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=8,
+        xytext=(-2, -11), textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
     low = min(row["smoothed"] for row in table)
     high = max(h1, low) + 1.5  # the first steps, from ln(256), are not what one looks for

@@ -138,7 +138,7 @@ def test_rate_of_preset_cpu_is_the_one_that_the_rule_takes_from_the_grid(tune_lr
 
 
 def test_grid_runs_pre_norm_without_warmup_and_to_the_end(tune_lr):
-    assert len(tune_lr.ARMS) == len(tune_lr.GRID) == 5
+    assert len(tune_lr.ARMS) == len(tune_lr.GRID) == 6
     for rate, arm in zip(tune_lr.GRID, tune_lr.ARMS.values(), strict=True):
         run = config.override(BASE, **arm(BASE))
         assert (run.optim.lr, run.optim.warmup, run.stop_after) == (rate, 0, 0)

@@ -52,13 +52,14 @@ def test_scan_equals_a_python_loop_over_the_layers(name, x64):
         x, own = tiny.layer(model, index)(x)
         by_hand.append(x)
         all_taps.append(own)
-    # the same operations in another program: rounding alone
-    np.testing.assert_allclose(streams, jnp.stack(by_hand), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(top, by_hand[-1], rtol=0, atol=1e-12)
+    # the same operations in another program: rounding alone, that of float32, since attention takes
+    # its softmax there whatever the dtype (5e-7 seen with jax 0.12); a wrong layer differs by 1
+    np.testing.assert_allclose(streams, jnp.stack(by_hand), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(top, by_hand[-1], rtol=0, atol=1e-5)
     for sublayer in ("attn", "mlp"):
         for tap in all_taps[0][sublayer]:
             expected = [own[sublayer][tap] for own in all_taps]
-            np.testing.assert_allclose(taps[sublayer][tap], expected, rtol=1e-12)
+            np.testing.assert_allclose(taps[sublayer][tap], expected, rtol=1e-5)
 
 
 def test_taps_are_variance_shares_and_norm_factors(x64):
