@@ -4,7 +4,7 @@ The refactor's story fixes the rule: same schedule, moved norm. So the rate is t
 bears, not one at which post-norm looks good or bad. The whole grid is reported.
 
 Command   python experiments/tune_lr.py --seeds 3
-Time      16 minutes on two CPU cores (preset cpu)
+Time      about 15 minutes on two CPU cores (preset cpu)
 Expect    runs/tune_lr/lr_grid.csv; its copy in experiments/results is what preset cpu quotes
 """
 
