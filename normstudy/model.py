@@ -17,6 +17,9 @@ from normstudy.norms import Norm
 from normstudy.sublayers import Attention, Mlp
 
 
+Cut = tuple[str, ...]  # the sublayers through whose branches no gradient goes: attn, mlp
+
+
 class Sublayer(nnx.Module):
     """A branch f and its norms, joined to the stream by the placement's equation."""
 
@@ -25,10 +28,10 @@ class Sublayer(nnx.Module):
         for name in placements.row(cfg.placement).norms:
             setattr(self, name, Norm(cfg.norm, cfg.width, cfg.norm_eps))
 
-    def __call__(self, x: Stream, *, skip_only: bool = False) -> tuple[Stream, dict[str, Array]]:
-        """The stream after this sublayer, and its taps (factor of each norm, branch share).
+    def __call__(self, x: Stream, *, cut: bool = False) -> tuple[Stream, dict[str, Array]]:
+        """The stream after this sublayer, and its taps: (B, T) each, but for the scalar gains.
 
-        skip_only: stop the gradient through the branch, so that derivatives see the skip path.
+        cut: stop the gradient through the branch, so that derivatives see the skip path alone.
         """
         place = placements.row(self.cfg.placement)
         c = place.constants(self.cfg.layers)
@@ -36,16 +39,17 @@ class Sublayer(nnx.Module):
 
         def norm(name: str):
             def call(h: Stream) -> Stream:
-                y, factor = getattr(self, name).measured(h)
-                taps[f"norm_factor_{name}"] = jnp.mean(factor)
+                own = getattr(self, name)
+                y, taps[f"inverse_sigma_{name}"] = own.measured(h)
+                taps[f"gain_{name}"] = own.gain()
                 return y
 
             return call
 
         def branch(h: Stream) -> Stream:
             y = self.f(h)  # type: ignore[operator]
-            taps["branch_share"] = _variance(y) / _variance(c.alpha * x)
-            return jax.lax.stop_gradient(y) if skip_only else y
+            taps["branch_variance"], taps["skip_variance"] = _variance(y), _variance(c.alpha * x)
+            return jax.lax.stop_gradient(y) if cut else y
 
         norms = SimpleNamespace(**{name: norm(name) for name in place.norms})
         return place.equation(x, branch, norms, c), taps
@@ -59,9 +63,9 @@ class Block(nnx.Module):
         self.attn = Sublayer(cfg, Attention(cfg, stds, attn_key))
         self.mlp = Sublayer(cfg, Mlp(cfg, stds, mlp_key))
 
-    def __call__(self, x: Stream, *, skip_only: bool = False) -> tuple[Stream, dict[str, Any]]:
-        x, attn = self.attn(x, skip_only=skip_only)
-        x, mlp = self.mlp(x, skip_only=skip_only)
+    def __call__(self, x: Stream, *, cut: Cut = ()) -> tuple[Stream, dict[str, Any]]:
+        x, attn = self.attn(x, cut="attn" in cut)
+        x, mlp = self.mlp(x, cut="mlp" in cut)
         return x, {"attn": attn, "mlp": mlp}
 
 
@@ -89,14 +93,14 @@ class Model(nnx.Module):
         return multiplier * self.embed[...][tokens] + self.positions[...][None, : tokens.shape[1]]
 
     def stack(
-        self, x: Stream, nudge: Streams | None = None, *, skip_only: bool = False
+        self, x: Stream, nudge: Streams | None = None, *, cut: Cut = ()
     ) -> tuple[Stream, Streams, dict[str, Any]]:
         """(x_L, streams x_0..x_L, taps with axis 0 = L). nudge[l] is added to x_l."""
 
         def layer(x, xs):
             block, nudge = xs
             x = x if nudge is None else x + nudge
-            y, taps = block(x, skip_only=skip_only)
+            y, taps = block(x, cut=cut)
             return y, (x, taps)
 
         below = None if nudge is None else nudge[:-1]
@@ -119,6 +123,5 @@ class Model(nnx.Module):
 
 
 def _variance(x: Stream) -> Array:
-    """Variance over the channels, averaged over positions, in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.mean(jnp.var(wide, -1))
+    """Variance over the channels at each position (B, T), in float32 or wider."""
+    return jnp.var(x.astype(jnp.promote_types(x.dtype, jnp.float32)), -1)

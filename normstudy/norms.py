@@ -44,13 +44,29 @@ class Norm(nnx.Module):
         return self.measured(x)[0]
 
     def measured(self, x: Float[Array, "*B D"]) -> tuple[Array, Array]:
-        """The output, and the norm factor rms(scale) / sigma at each position: (*B, D), (*B,)."""
+        """The output, and 1 / sigma at each position: (*B, D), (*B,)."""
         y, inverse = NORMS[self.kind](x, self.eps)
-        scale = self.scale[...]
-        y = y * _as_last_axis(scale, y)
+        y = y * _as_last_axis(self.scale[...], y)
         if self.kind == "layer":
             y = y + _as_last_axis(self.bias[...], y)
-        return y, inverse * jnp.sqrt(jnp.mean(_wide(scale) ** 2))
+        return y, inverse
+
+    def gain(self) -> Float[Array, ""]:
+        """rms(scale): what the norm multiplies by, on average over the channels."""
+        return jnp.sqrt(jnp.mean(_wide(self.scale[...]) ** 2))
+
+    def jacobian(self, x: Float[Array, " D"]) -> Float[Array, "D D"]:
+        """d norm(x) / d x at one position, exactly, eps included.
+
+        LayerNorm: diag(scale) / sigma (I - 11^T / D - y y^T / D), y = (x - mean) / sigma; RMSNorm
+        lacks the mean. Source: Xiong et al. 2020 (2002.04745), Lemma 3, in its exact form.
+        """
+        y, inverse = NORMS[self.kind](x, self.eps)
+        D = x.shape[0]
+        inner = jnp.eye(D, dtype=x.dtype) - jnp.outer(y, y) / D
+        if self.kind == "layer":
+            inner = inner - 1 / D
+        return jnp.diag(self.scale[...].astype(x.dtype)) @ inner * inverse
 
 
 def _as_last_axis(vector: Float[Array, " D"], x: Array) -> Array:

@@ -1,12 +1,12 @@
 """Measurements at every layer at once: sampler x integrand, mean and standard error.
 
 A probe takes the model as a callable and derivatives by `nudge`: zeros added to the stream before
-every block. Reductions are in float32 or wider. Definitions: README, "what is measured".
+every block. Reductions are in float32 or wider. Definitions: quantities.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ import optax
 from jaxtyping import Array, Float
 
 from normstudy.dims import Stream, Streams
+
+BRANCHES = ("attn", "mlp")
 
 
 class Estimate(NamedTuple):
@@ -29,23 +31,24 @@ def rademacher(key: Array, like: Array) -> Array:
     return jax.random.rademacher(key, like.shape, like.dtype)
 
 
-def norm_from_squares(squares_KLB: Float[Array, "K L B"]) -> Estimate:
+def mean_norm(norms_KLB: Float[Array, "K L B"]) -> Estimate:
     """sqrt of the mean square over vectors K and sequences B, with its standard error.
 
     The sequences of the batch are fixed, so they add no sampling error of their own; the vectors'
     error is estimated within each sequence and added up (vectors are independent between them).
     """
-    K, _, B = squares_KLB.shape
-    mean = jnp.mean(squares_KLB, (0, 2))
-    within = jnp.var(squares_KLB, axis=0, ddof=1) / K
+    K, L, B = norms_KLB.shape
+    scale = jnp.maximum(jnp.max(norms_KLB, (0, 2)), _tiny(norms_KLB))  # squares of 1e-20 underflow
+    squares = (norms_KLB / scale.reshape(1, L, 1)) ** 2
+    within = jnp.var(squares, axis=0, ddof=1) / K
+    norm = jnp.sqrt(jnp.mean(squares, (0, 2)))
     se_of_mean = jnp.sqrt(jnp.sum(within, -1)) / B
-    norm = jnp.sqrt(mean)
-    return Estimate(norm, se_of_mean / (2 * jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)))
+    return Estimate(scale * norm, scale * se_of_mean / (2 * jnp.maximum(norm, _tiny(norm))))
 
 
 def stream_gradients(loss: Callable[[Streams], Array], nudge: Streams) -> Float[Array, " S"]:
     """Frobenius norm of d loss / d x_l for l = 0..L, from one backward pass."""
-    return jnp.sqrt(jnp.sum(_squares(jax.grad(loss)(nudge)), -1))
+    return frobenius(jax.grad(loss)(nudge), (1, 2, 3))
 
 
 def jacobian_to_end(
@@ -59,25 +62,41 @@ def jacobian_to_end(
     top, pull = jax.vjp(stack, nudge)
 
     def one(key):
-        return _squares(pull(rademacher(key, top))[0][:-1])
+        return _norms(pull(rademacher(key, top))[0][:-1])
 
-    return norm_from_squares(jax.lax.map(one, jax.random.split(key, vectors)) / _size(top))
+    return mean_norm(jax.lax.map(one, jax.random.split(key, vectors)))
 
 
-def jacobian_of_blocks(
-    block: Callable[[Any, Stream], Stream], layers: Any, inputs: Streams, key: Array, vectors: int
-) -> Estimate:
-    """The same norm for each block alone, J = d x_{l+1} / d x_l at the stream that it received."""
+def jacobian_of_parts(
+    parts: Mapping[str, Callable[[Any, Stream], Stream]],
+    layers: Any,
+    inputs: Streams,
+    key: Array,
+    vectors: int,
+) -> dict[str, Estimate]:
+    """The same norm for each part of a layer alone, and for the whole: {part: ..., "block": ...}.
+
+    parts: the sublayers (parameters of one layer, stream) -> stream, in the order in which the
+    stream passes them. layers: stacked parameters, axis 0 = L. inputs: x_0..x_{L-1}.
+    """
 
     def one_layer(key, layer):
         parameters, x = layer
-        y, pull = jax.vjp(lambda x: block(parameters, x), x)
+        pulls = {}
+        for name, part in parts.items():
+            x, pulls[name] = jax.vjp(lambda x, part=part: part(parameters, x), x)
         key, *keys = jax.random.split(key, vectors + 1)
-        squares = [_squares(pull(rademacher(k, y))[0]) for k in keys]
-        return key, jnp.stack(squares)
+        norms: dict[str, list[Array]] = {name: [] for name in (*parts, "block")}
+        for k in keys:
+            v = through = rademacher(k, x)
+            for name in reversed(parts):
+                norms[name].append(_norms(pulls[name](v)[0]))
+                (through,) = pulls[name](through)
+            norms["block"].append(_norms(through))
+        return key, {name: jnp.stack(own) for name, own in norms.items()}
 
-    _, squares_LKB = jax.lax.scan(one_layer, key, (layers, inputs))
-    return norm_from_squares(jnp.swapaxes(squares_LKB, 0, 1) / _size(inputs[0]))
+    _, norms_LKB = jax.lax.scan(one_layer, key, (layers, inputs))
+    return {name: mean_norm(jnp.swapaxes(own, 0, 1)) for name, own in norms_LKB.items()}
 
 
 def token_similarity(streams: Streams) -> Float[Array, " S"]:
@@ -90,14 +109,42 @@ def token_similarity(streams: Streams) -> Float[Array, " S"]:
 
 def activation_rms(streams: Streams) -> Float[Array, " S"]:
     """Root mean square of the entries of x_l, l = 0..L."""
-    return jnp.sqrt(jnp.mean(streams.astype(jnp.float32) ** 2, (1, 2, 3)))
+    return frobenius(streams, (1, 2, 3)) / streams[0].size ** 0.5
+
+
+def of_taps(taps: Mapping[str, Mapping[str, Array]]) -> dict[str, Float[Array, " L"]]:
+    """What a sublayer tells of itself: norm_factor_NORM/SUBLAYER and branch_share/SUBLAYER.
+
+    taps: {sublayer: {tap: (L, B, T), gains (L,)}}, see model.Sublayer.
+    """
+    found = {}
+    for sublayer, own in taps.items():
+        for name, inverse in own.items():
+            if name.startswith("inverse_sigma_"):
+                norm = name.removeprefix("inverse_sigma_")
+                factor = jnp.mean(inverse, (1, 2)) * own[f"gain_{norm}"]
+                found[f"norm_factor_{norm}/{sublayer}"] = factor
+        branch, skip = (jnp.mean(own[f"{part}_variance"], (1, 2)) for part in ("branch", "skip"))
+        found[f"branch_share/{sublayer}"] = branch / skip
+    return found
+
+
+def skip_gain(
+    model: Any, x0: Stream, nudge: Streams, key: Array, vectors: int, cut: tuple[str, ...]
+) -> Estimate:
+    """`jacobian_to_end` with no gradient through the branches of the sublayers in `cut`.
+
+    Source of the idea: google/init2winit, skip analysis.
+    """
+    return jacobian_to_end(lambda n: model.stack(x0, n, cut=cut)[0], nudge, key, vectors)
 
 
 def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) -> dict[str, Any]:
     """All quantities of one probe, as a flat dict of arrays with axis 0 = layer.
 
-    model: has start(tokens), stack(x, nudge, skip_only=), read(x) and layers (stacked blocks).
-    batch: (B, T + 1) tokens. unigram: frequencies of the training split, shape (V,).
+    model: has start(tokens), stack(x, nudge, cut=), read(x) and layers (stacked blocks, each with
+    its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the training
+    split, shape (V,).
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
     x0 = model.start(tokens)
@@ -111,38 +158,45 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
 
     log_p = jax.nn.log_softmax(model.read(streams[-1]))
     to_end = jacobian_to_end(lambda n: model.stack(x0, n)[0], nudge, end_key, vectors)
-    skip = jacobian_to_end(lambda n: model.stack(x0, n, skip_only=True)[0], nudge, end_key, vectors)
-    of_block = jacobian_of_blocks(
-        lambda block, x: block(x)[0], model.layers, streams[:-1], block_key, vectors
-    )
+    skip = skip_gain(model, x0, nudge, end_key, vectors, BRANCHES)
+    sublayers = {name: lambda block, x, name=name: getattr(block, name)(x)[0] for name in BRANCHES}
+    of_parts = jacobian_of_parts(sublayers, model.layers, streams[:-1], block_key, vectors)
     return {
         "probe_loss": -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1)),
         # KL(unigram || prediction): 0 where the model predicts letter frequencies and nothing else
         "unigram_kl": jnp.sum(jax.scipy.special.xlogy(unigram, unigram))
         - jnp.mean(log_p @ unigram),
         "stream_gradient": stream_gradients(loss, nudge),
-        "jacobian_to_end": to_end.norm,
-        "jacobian_to_end_se": to_end.se,
-        "jacobian_of_block": of_block.norm,
-        "jacobian_of_block_se": of_block.se,
-        "skip_gain": skip.norm,
-        "skip_gain_se": skip.se,
+        **_named("jacobian_to_end", to_end),
+        **_named("jacobian_of_block", of_parts["block"]),
+        **_named("jacobian_of_sublayer", of_parts["attn"], "/attn"),
+        **_named("jacobian_of_sublayer", of_parts["mlp"], "/mlp"),
+        **_named("skip_gain", skip),
         "similarity": token_similarity(streams),
         "rms": activation_rms(streams),
-        **{
-            f"{name}/{sublayer}": values
-            for sublayer, own in taps.items()
-            for name, values in own.items()
-        },
+        **of_taps(taps),
     }
 
 
-def _squares(x: Array) -> Array:
-    """Sum of squares over the last two axes (positions, channels), in float32 or wider."""
+def frobenius(x: Array, axes: tuple[int, ...]) -> Array:
+    """sqrt of the sum of squares over the axes, in float32 or wider, safe from underflow."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.sum(wide * wide, (-2, -1))
+    largest = jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True), _tiny(wide))
+    return jnp.squeeze(largest, axes) * jnp.sqrt(jnp.sum((wide / largest) ** 2, axes))
 
 
-def _size(x: Stream) -> int:
-    """Entries of one sequence, T * D: a mean over sequences then gives 1/(B T D)."""
-    return x.shape[-2] * x.shape[-1]
+def _norms(x: Array) -> Array:
+    """Root mean square over the last two axes (positions, channels): the mean over sequences of
+    its square is then 1/(B T D) of the sum of squares."""
+    axes = (x.ndim - 2, x.ndim - 1)
+    return frobenius(x, axes) / (x.shape[-2] * x.shape[-1]) ** 0.5
+
+
+def _named(name: str, estimate: Estimate, suffix: str = "") -> dict[str, Array]:
+    """An estimate under the names of the logs: NAME and NAME_se."""
+    return {name + suffix: estimate.norm, f"{name}_se{suffix}": estimate.se}
+
+
+def _tiny(x: Array) -> Any:
+    """The smallest positive normal number of the dtype: what 0 is divided by."""
+    return jnp.finfo(x.dtype).tiny

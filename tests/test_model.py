@@ -62,18 +62,26 @@ def test_scan_equals_a_python_loop_over_the_layers(name, x64):
             np.testing.assert_allclose(taps[sublayer][tap], expected, rtol=1e-5)
 
 
-def test_taps_are_variance_shares_and_norm_factors(x64):
+def test_taps_are_variances_and_sigmas_of_every_position(x64):
     cfg = tiny.model_config(placement="deepnorm")
     sublayer = tiny.layer(tiny.model(cfg, dtype=np.float64), 0).mlp
     x = np.random.default_rng(0).normal(size=(2, 3, cfg.width))
     _, taps = sublayer(jnp.asarray(x))
     branch, alpha = np.asarray(sublayer.f(jnp.asarray(x))), (2 * cfg.layers) ** 0.25
-    share = branch.var(-1).mean() / (alpha * x).var(-1).mean()
     sigma = np.sqrt((alpha * x + branch).var(-1) + cfg.norm_eps)
     gain = np.sqrt((np.asarray(sublayer.post.scale[...]) ** 2).mean())
-    assert set(taps) == {"branch_share", "norm_factor_post"}
-    np.testing.assert_allclose(taps["branch_share"], share, rtol=1e-12)
-    np.testing.assert_allclose(taps["norm_factor_post"], (gain / sigma).mean(), rtol=1e-12)
+    expected = {
+        "branch_variance": branch.var(-1), "skip_variance": (alpha * x).var(-1),
+        "inverse_sigma_post": 1 / sigma, "gain_post": gain,
+    }  # fmt: skip
+    assert taps.keys() == expected.keys()
+    for name in taps:
+        np.testing.assert_allclose(taps[name], expected[name], rtol=1e-12, err_msg=name)
+    found = probes.of_taps({"mlp": jax.tree.map(lambda tap: tap[None], taps)})
+    share = branch.var(-1).mean() / (alpha * x).var(-1).mean()
+    np.testing.assert_allclose(found["branch_share/mlp"], [share], rtol=1e-12)
+    factor = (gain / sigma).mean()
+    np.testing.assert_allclose(found["norm_factor_post/mlp"], [factor], rtol=1e-12)
 
 
 def test_attention_equals_attention_written_out(x64):

@@ -71,15 +71,16 @@ def test_rms_norm_has_no_bias():
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_measured_factor_is_rms_of_the_gain_over_sigma(x64, kind):
+def test_norm_measures_its_inverse_sigma_and_its_gain(x64, kind):
     x = np.random.default_rng(2).normal(size=(2, 3, D)) * 4 + 1
     norm = norms.Norm(kind, D, 1e-5)
     scale = np.linspace(-1, 2, D)
     norm.scale[...] = jnp.asarray(scale)
-    y, factor = norm.measured(jnp.asarray(x))
+    y, inverse = norm.measured(jnp.asarray(x))
     sigma = np.sqrt((x.var(-1) if kind == "layer" else (x**2).mean(-1)) + 1e-5)
-    assert factor.shape == (2, 3)
-    np.testing.assert_allclose(factor, np.sqrt((scale**2).mean()) / sigma, rtol=1e-13)
+    assert inverse.shape == (2, 3)
+    np.testing.assert_allclose(inverse, 1 / sigma, rtol=1e-13)
+    np.testing.assert_allclose(norm.gain(), np.sqrt((scale**2).mean()), rtol=1e-13)
     np.testing.assert_array_equal(y, norm(jnp.asarray(x)))
 
 
@@ -93,3 +94,26 @@ def test_statistics_of_bfloat16_are_taken_in_float32(kind):
     assert y.dtype == jnp.bfloat16 and inverse.dtype == jnp.float32
     # float32 means of 4096 terms at 1e4 times their spread: a few 1e-5
     np.testing.assert_allclose(inverse, 1 / sigma, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_jacobian_of_a_norm_is_exact_eps_included(x64, kind, eps):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=D) * 0.3 + 1)
+    norm = norms.Norm(kind, D, eps)
+    norm.scale[...] = jnp.linspace(-1, 2, D)
+    np.testing.assert_allclose(norm.jacobian(x), jax.jacrev(norm)(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("layer", 2), ("rms", 1)])
+def test_spectrum_of_a_norm_is_1_over_sigma_but_for_the_directions_it_removes(x64, kind, lost):
+    """LayerNorm: 1/sigma d - 2 times, 0 twice; RMSNorm: d - 1 times, 0 once; eps lifts one zero."""
+    x = np.random.default_rng(5).normal(size=D) * 3 + 1
+    eps = 1e-5
+    variance = x.var() if kind == "layer" else (x**2).mean()
+    found = np.linalg.svd(norms.Norm(kind, D, eps).jacobian(jnp.asarray(x)), compute_uv=False)
+    sigma = np.sqrt(variance + eps)
+    np.testing.assert_allclose(found[: D - lost], 1 / sigma, rtol=1e-13)
+    # the radial direction: (1 - variance / sigma^2) / sigma = eps / sigma^3
+    np.testing.assert_allclose(found[D - lost], eps / sigma**3, rtol=1e-8)
+    np.testing.assert_allclose(found[D - lost + 1 :], 0, atol=1e-15)
