@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from normstudy import config, tables
+from normstudy import config, frames, measured, tables
 from normstudy.errors import UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
@@ -104,8 +104,6 @@ def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) ->
 
 def show(rows: list[dict[str, Any]], study: Study) -> None:
     """Print the closing table, or the summary as JSON, and say where the report is."""
-    from normstudy import frames
-
     if study.json:
         print((study.out / "summary.json").read_text(encoding="utf-8"), end="")
     else:
@@ -125,12 +123,20 @@ class Figures:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measure a checkpoint at every layer."""
+    """Measure checkpoints at every layer."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # run folder, its ckpt folder, or one checkpoint
-    step: int | None = None  # which checkpoint; default: the newest
-    vectors: int = 8  # Rademacher vectors for each Jacobian norm
-    json: bool = False
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]  # run folders, or single checkpoints
+    what: str = "stream,gradient,jacobian"  # groups with commas between them, or all; see README
+    step: str = "newest"  # newest, all, or steps with commas; 0 is made again from config and seed
+    layers: str = "all"  # all, or indices with commas: 0,1,mid,-2,-1
+    vectors: int = 8  # random vectors for each Jacobian norm
+    batches: int = 1  # held-out batches to average over; standard errors are then over them
+    sequences: int | None = None  # of each batch; default: as many as the run's own probes
+    tolerance: float = 0.01  # relative, of largest singular values and eigenvalues
+    corpus: str | None = None  # measure on another text than the run's
+    against: Path | None = None  # a second checkpoint, side by side with the first
+    format: Literal["table", "json", "csv"] = "table"
+    figure: Path | None = None  # draw it: .png, .pdf or .svg, with a .csv beside it
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,6 @@ class Placements:
 def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
     from normstudy import figures as draw
-    from normstudy import frames
 
     drawn = draw.draw_all(frames.load(command.path), command.out or command.path / "figures")
     rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
@@ -152,19 +157,40 @@ def figures(argv: Sequence[str]) -> None:
 
 def probe(argv: Sequence[str]) -> None:
     command = _parse(Probe, argv)
-    if command.vectors < 2:
-        raise UserError(f"vectors must be at least 2 (for a standard error), not {command.vectors}")
+    if not command.paths:
+        raise UserError("give a run folder or a checkpoint: normstudy probe PATH")
+    if command.against and len(command.paths) > 1:
+        raise UserError("--against takes two checkpoints: give one PATH beside it")
     from normstudy import mesh
 
     mesh.start(cpu_devices=1)
-    from normstudy import inspect_checkpoint
+    from normstudy import inspection, probe_figure
 
-    header, rows = inspect_checkpoint.table(command.path, command.step, command.vectors)
-    if command.json:
-        print(as_json({**header, "layers": rows}))
+    options = inspection.Options(
+        what=tuple(word.strip() for word in command.what.split(",")),
+        steps=command.step,
+        **{
+            name: getattr(command, name)
+            for name in ("layers", "vectors", "batches", "sequences", "tolerance", "corpus")
+        },
+    )
+    if command.figure:
+        probe_figure.check(command.figure)
+    paths = [*command.paths, *([command.against] if command.against else [])]
+    found = [own for path in paths for own in inspection.inspect(path, options)]
+    if command.against and len(found) != 2:
+        raise UserError("--against compares one step with one step: name it by --step")
+    if command.format == "json":
+        print(as_json([measured.as_dict(own) for own in found]))
+    elif command.format == "csv":
+        print(frames.to_csv(measured.long_table(found)), end="")
+    elif command.against:
+        print(measured.side_by_side(*found))
     else:
-        print("\n".join(f"{name}: {tables.cell(value)}" for name, value in header.items()))
-        print(tables.text(rows))
+        print(measured.text(found))
+    if command.figure:
+        probe_figure.draw(found, command.figure)
+        say(f"figure: {command.figure}")
 
 
 def placements(argv: Sequence[str]) -> None:

@@ -12,6 +12,12 @@ class UserError(Exception):
     exit_code = 2
 
 
+class OutOfMemory(UserError):
+    """It does not fit; the message says which option makes it smaller."""
+
+    exit_code = 3
+
+
 class Interrupted(UserError):
     """Ctrl-C: everything was saved; the message says how to go on."""
 

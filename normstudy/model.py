@@ -16,7 +16,6 @@ from normstudy.inits import matrix
 from normstudy.norms import Norm
 from normstudy.sublayers import Attention, Mlp
 
-
 Cut = tuple[str, ...]  # the sublayers through whose branches no gradient goes: attn, mlp
 
 

@@ -15,6 +15,7 @@ import optax
 from jaxtyping import Array, Float
 
 from normstudy.dims import Stream, Streams
+from normstudy.trees import path_names, to_dict
 
 BRANCHES = ("attn", "mlp")
 
@@ -176,6 +177,24 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
         "rms": activation_rms(streams),
         **of_taps(taps),
     }
+
+
+def by_layer(
+    name: str, tree: Any, reduce: Callable[[Array, tuple[int, ...]], Array] | None = None
+) -> dict[str, Array]:
+    """One number for each matrix and vector of a parameter tree: its Frobenius norm, or `reduce`.
+
+    A stacked leaf gives NAME/SUBLAYER.KIND with shape (L,), any other NAME/KIND with shape ():
+    the squares of all norms add up to the square of the global one.
+    """
+    reduce = frobenius if reduce is None else reduce
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(to_dict(tree)):
+        names = path_names(path)
+        stacked = names[0] == "layers"
+        axes = tuple(range(int(stacked), leaf.ndim))
+        found[f"{name}/{'.'.join(names[stacked:])}"] = reduce(leaf, axes)
+    return found
 
 
 def frobenius(x: Array, axes: tuple[int, ...]) -> Array:

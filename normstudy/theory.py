@@ -44,6 +44,15 @@ def depth_scale(layers: int) -> float:
     return 1.0 / math.sqrt(2 * layers)
 
 
+def stability_threshold(b1: float | None) -> float:
+    """Largest stable (sharpness x learning rate): 2 for SGD, (2 + 2 b1) / (1 - b1) for Adam.
+
+    On a quadratic; Adam's for a frozen preconditioner (38 at b1 = 0.9). b1 None: SGD. Source: Cohen
+    et al. 2022 (2207.14484), section 2.
+    """
+    return 2.0 if b1 is None else (2 + 2 * b1) / (1 - b1)
+
+
 def skip_path_gain(norm_factors: np.ndarray, alpha: float) -> np.ndarray:
     """Gain of the skip path alone from the input of each block to the top of the stack.
 

@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array
 
 from normstudy import (
+    anatomy,
     checkpoint,
     config,
     corpus,
@@ -104,9 +105,14 @@ def programs(
 
     def probing(state, batch, lr, probe_batch, unigram, key):
         new, scalars, (gradients, updates) = update(state, batch, lr, transform=transform)
-        probe = probes.measure(state.model, probe_batch, unigram, key, vectors)
-        probe |= by_layer("gradient", gradients) | by_layer("update", updates)
-        return new, scalars | {"probe": probe | by_layer("weight", state.model)}
+        probe = {
+            **probes.measure(state.model, probe_batch, unigram, key, vectors),
+            **probes.by_layer("gradient", gradients),
+            **probes.by_layer("update", updates),
+            **probes.by_layer("weight", state.model),
+            **anatomy.of_update(state.model, new.model, gradients, updates, batch),
+        }
+        return new, scalars | {"probe": probe}
 
     def measure(params, probe_batch, unigram, key):
         return probes.measure(params, probe_batch, unigram, key, vectors)
@@ -152,18 +158,6 @@ def standard_deviations(run: config.Run) -> dict[str, float]:
 def probe_key(run: config.Run, step: int) -> Array:
     """Key of the probe vectors at a step."""
     return jax.random.fold_in(jax.random.key(run.seed), step)
-
-
-def by_layer(name: str, tree: Any) -> dict[str, Array]:
-    """Frobenius norm of every stacked leaf in every layer: {name/sublayer.kind: (L,)}."""
-    layers = to_dict(tree)["layers"]
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(layers):
-        square = leaf.astype(jnp.float32) ** 2
-        found[f"{name}/{'.'.join(path_names(path))}"] = jnp.sqrt(
-            jnp.sum(square, tuple(range(1, leaf.ndim)))
-        )
-    return found
 
 
 def finite_parts(model: Model, batch: Array) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Anatomy of one update: what a step of the optimizer does to streams, sigmas, logits and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from normstudy.probes import by_layer, frobenius
+
+
+def of_update(
+    before: Any, after: Any, gradients: Any, updates: Any, batch: Array
+) -> dict[str, Array]:
+    """Effects of `before -> after` on the batch that gave the gradients, batch (B, T + 1).
+
+    before, after: models with start, stack and read; after = before + updates. Values: relative
+    Frobenius norms of changes, `function_update` (S,) of x_0..x_L and `logits_update`;
+    `sigma_update_NORM/SUBLAYER` (L,), mean over positions of |sigma' / sigma - 1|; `moved/MATRIX`,
+    the share of entries that are not what they were (an update below half a unit in the last place
+    is lost); `loss_change` and what the gradient predicts of it, in nats. The function update:
+    Wang et al. 2022 (DeepNet, 2203.00555), definition in section 3.
+    """
+    logits, streams, taps = _forward(before, batch)
+    new_logits, new_streams, new_taps = _forward(after, batch)
+    found = {
+        "function_update": _relative(new_streams - streams, streams, (1, 2, 3)),
+        "logits_update": _relative(new_logits - logits, logits, (0, 1, 2)),
+        "loss_change": _loss(new_logits, batch) - _loss(logits, batch),
+        "loss_change_predicted": optax.tree.vdot(gradients, updates),
+    }
+    for sublayer, own in taps.items():
+        for name, inverse in own.items():
+            if name.startswith("inverse_sigma_"):
+                ratio = inverse / new_taps[sublayer][name]  # sigma' / sigma
+                norm = name.removeprefix("inverse_sigma_")
+                change = jnp.mean(jnp.abs(ratio - 1), (1, 2))
+                found[f"sigma_update_{norm}/{sublayer}"] = change
+    return found | by_layer("moved", jax.tree.map(moved, before, after), jnp.mean)
+
+
+def moved(before: Array, after: Array) -> Array:
+    """1 where an entry changed, 0 where it did not, in float32."""
+    return (before != after).astype(jnp.float32)
+
+
+def half_curvature(loss: Any, model: Any, updates: Any, batch: Array) -> Array:
+    """Half the second derivative of loss(model, batch) along the updates, in nats: what the
+    first-order prediction leaves out at second order.
+    """
+    gradient = lambda model: jax.grad(loss)(model, batch)
+    image = jax.jvp(gradient, (model,), (updates,))[1]
+    return optax.tree.vdot(updates, image) / 2
+
+
+def _forward(model: Any, batch: Array) -> tuple[Array, Array, dict]:
+    top, streams, taps = model.stack(model.start(batch[:, :-1]))
+    return model.read(top).astype(jnp.float32), streams, taps
+
+
+def _loss(logits: Array, batch: Array) -> Array:
+    targets = batch[:, 1:]
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def _relative(change: Array, of: Array, axes: tuple[int, ...]) -> Array:
+    return frobenius(change, axes) / frobenius(of, axes)

@@ -1,0 +1,201 @@
+"""What a probe found in one checkpoint, and the tables made of it. No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from normstudy import config, quantities, tables
+from normstudy.errors import UserError
+from normstudy.tables import cell
+
+Table = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured in one checkpoint, by the names of the logs."""
+
+    label: str
+    step: int
+    run: config.Run
+    layers: tuple[int, ...]  # those asked for, of blocks 0..L-1
+    facts: dict[str, Any]  # about the checkpoint and how it was measured
+    values: dict[str, np.ndarray]  # axis 0 = layer where there is one
+    errors: dict[str, np.ndarray]  # standard errors
+    residuals: dict[str, np.ndarray]  # of lower bounds
+    where: dict[str, np.ndarray]  # layers of values that are not on all of them
+
+    def scalars(self) -> dict[str, float]:
+        """The values that have no layer."""
+        return {name: float(own) for name, own in self.values.items() if np.ndim(own) == 0}
+
+    def by_layer(self, name: str) -> list[tuple[int, int]]:
+        """[(layer, its place in the array)] of the layers asked for; L is the stream x_L."""
+        depth, size = self.run.model.layers, len(self.values[name])
+        if name in self.where:
+            return [(int(layer), i) for i, layer in enumerate(self.where[name])]
+        top = [depth] if size == depth + 1 and len(self.layers) == depth else []
+        return [(layer, layer) for layer in (*self.layers, *top)]
+
+    def layered(self, group: str | None = None) -> list[str]:
+        """Names of the values that have a layer, of one group or of all."""
+        return [
+            name
+            for name, own in self.values.items()
+            if np.ndim(own) == 1 and group in (None, quantities.of(name).group)
+        ]
+
+
+def long_table(found: list[Measured]) -> Table:
+    """One row for each number: what a program reads. `error` is a standard error for a sampled
+    number, the residual for a lower bound, empty for an exact one.
+    """
+    return [
+        {
+            "checkpoint": own.label,
+            "step": own.step,
+            "quantity": name,
+            "layer": layer,
+            "value": value,
+            "error": error,
+            "kind": quantities.of(name).kind,
+            "unit": quantities.of(name).unit,
+        }
+        for own in found
+        for name, layer, value, error in _numbers(own)
+    ]
+
+
+def layer_tables(own: Measured) -> list[tuple[str, Table]]:
+    """For people: [(group, one row a layer, one column a quantity, numbers with their errors)]."""
+    tables = []
+    for group in quantities.GROUPS:
+        names = own.layered(group)
+        rows: dict[int, dict[str, Any]] = {}
+        for name in names:
+            for layer, i in own.by_layer(name):
+                row = rows.setdefault(layer, {"layer": str(layer)} | dict.fromkeys(names, ""))
+                row[name] = _with_error(own, name, i)
+        if rows:
+            tables.append((group, [rows[layer] for layer in sorted(rows)]))
+    return tables
+
+
+def scalar_table(found: list[Measured]) -> Table:
+    """One row a quantity that has no layer, one column a checkpoint; empty when there is none."""
+    names = list(dict.fromkeys(name for own in found for name in own.scalars()))
+    return [
+        {
+            "quantity": name,
+            "unit": quantities.of(name).unit,
+            **{
+                own.label: _with_error(own, name, ()) if name in own.values else "" for own in found
+            },
+        }
+        for name in names
+    ]
+
+
+def text(found: list[Measured]) -> str:
+    """All of it for a terminal: facts, scalars and tables with their units."""
+    parts = []
+    for own in found:
+        parts.append("\n".join(f"{name}: {cell(value)}" for name, value in own.facts.items()))
+        for group, table in layer_tables(own):
+            parts.append(f"[{group}] {_legend(own.layered(group))}\n{tables.text(table)}")
+    scalars = scalar_table(found)
+    if scalars:
+        parts.append(tables.text(scalars))
+    return "\n\n".join(parts)
+
+
+def side_by_side(a: Measured, b: Measured) -> str:
+    """Two checkpoints for a terminal, one table a quantity, with the ratio b over a."""
+    scalars, layered = against(a, b)
+    parts = [f"{a.label} against {b.label}; ratio: the second over the first"]
+    if scalars:
+        parts.append(tables.text(scalars))
+    parts += [f"{_legend([name])}\n{tables.text(table)}" for name, table in layered]
+    return "\n\n".join(parts)
+
+
+def as_dict(own: Measured) -> dict[str, Any]:
+    """The whole as nested dicts for JSON: facts, and each quantity with its layers and errors."""
+    return {
+        "checkpoint": own.label,
+        "step": own.step,
+        "facts": own.facts,
+        "quantities": {
+            name: {
+                **{k: getattr(quantities.of(name), k) for k in ("group", "unit", "kind", "text")},
+                "layers": [layer for layer, _, _ in rows],
+                "values": [value for _, value, _ in rows],
+                "errors": None if rows[0][2] is None else [error for _, _, error in rows],
+            }
+            for name in own.values
+            if (rows := [row for other, *row in _numbers(own) if other == name])
+        },
+    }
+
+
+def against(a: Measured, b: Measured) -> tuple[Table, list[tuple[str, Table]]]:
+    """Two checkpoints side by side: (scalars, [(quantity, one row a layer: a, b, b over a)]).
+
+    Raises UserError when the two have another number of layers.
+    """
+    depths = [own.run.model.layers for own in (a, b)]
+    if depths[0] != depths[1]:
+        raise UserError(
+            f"--against: {a.label} has {depths[0]} layers, {b.label} has {depths[1]}; "
+            "only checkpoints of the same depth stand side by side"
+        )
+    tables = []
+    for name in a.layered():
+        if name in b.values and len(a.values[name]) == len(b.values[name]):
+            rows = [
+                {
+                    "layer": str(layer),
+                    a.label: _with_error(a, name, i),
+                    b.label: _with_error(b, name, i),
+                    "ratio": cell(float(b.values[name][i]) / (float(a.values[name][i]) or np.nan)),
+                }
+                for layer, i in a.by_layer(name)
+            ]
+            tables.append((name, rows))
+    return scalar_table([a, b]), tables
+
+
+def _legend(names: list[str]) -> str:
+    """'norm_factor: mean over ...; kind: sampled' once for each quantity among the names."""
+    lines = {}
+    for name in names:
+        quantity = quantities.of(name)
+        unit = "" if quantity.unit == "1" else f", in {quantity.unit}"
+        kind = "" if quantity.kind == "exact" else f" [{quantity.kind}]"
+        lines[quantity.text] = f"{name.split('/')[0]}: {quantity.text}{unit}{kind}"
+    return "\n  ".join(lines.values())
+
+
+def _numbers(own: Measured) -> Iterator[tuple[str, int | None, float, float | None]]:
+    """(name, layer or None, value, error or None)."""
+    for name, values in own.values.items():
+        error = own.errors.get(name, own.residuals.get(name))
+        places = own.by_layer(name) if np.ndim(values) else [(None, ())]
+        for layer, i in places:
+            yield name, layer, float(values[i]), None if error is None else float(error[i])
+
+
+def _with_error(own: Measured, name: str, i: Any) -> str:
+    """A number for people: '1.234 ±0.005', '>= 2.5 (+0.01)' for a bound, '3.1' for an exact one."""
+    value = cell(float(own.values[name][i]))
+    if quantities.of(name).kind == "lower bound":
+        return f">= {value}" + (
+            f" (residual {own.residuals[name][i]:.1g})" if own.residuals else ""
+        )
+    if name in own.errors:
+        return f"{value} ±{float(own.errors[name][i]):.1g}"
+    return value
