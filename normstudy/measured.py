@@ -41,13 +41,11 @@ class Measured:
         top = [depth] if size == depth + 1 and len(self.layers) == depth else []
         return [(layer, layer) for layer in (*self.layers, *top)]
 
-    def layered(self, group: str | None = None) -> list[str]:
-        """Names of the values that have a layer, of one group or of all."""
-        return [
-            name
-            for name, own in self.values.items()
-            if np.ndim(own) == 1 and group in (None, quantities.of(name).group)
-        ]
+    def layered(self) -> list[str]:
+        """Names of the values that have a layer, in the order of quantities.py."""
+        names = [name for name, own in self.values.items() if np.ndim(own) == 1]
+        lines = list(quantities.QUANTITIES.values())
+        return sorted(names, key=lambda name: lines.index(quantities.of(name)))
 
 
 def long_table(found: list[Measured]) -> Table:
@@ -70,18 +68,25 @@ def long_table(found: list[Measured]) -> Table:
     ]
 
 
-def layer_tables(own: Measured) -> list[tuple[str, Table]]:
-    """For people: [(group, one row a layer, one column a quantity, numbers with their errors)]."""
+def layer_tables(own: Measured) -> list[tuple[list[str], Table]]:
+    """For people: [(names, one row a layer, one column a name, numbers with their errors)].
+
+    One table a group; one a quantity where its matrices would make the group too wide.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in own.layered():
+        base, part = quantities.split(name)
+        key = base if "." in part else quantities.of(name).group
+        groups.setdefault(key, []).append(name)
     tables = []
-    for group in quantities.GROUPS:
-        names = own.layered(group)
+    for key, names in groups.items():
         rows: dict[int, dict[str, Any]] = {}
-        for name in names:
+        heads = [name.removeprefix(f"{key}/") for name in names]
+        for name, head in zip(names, heads, strict=True):
             for layer, i in own.by_layer(name):
-                row = rows.setdefault(layer, {"layer": str(layer)} | dict.fromkeys(names, ""))
-                row[name] = _with_error(own, name, i)
-        if rows:
-            tables.append((group, [rows[layer] for layer in sorted(rows)]))
+                row = rows.setdefault(layer, {"layer": str(layer)} | dict.fromkeys(heads, ""))
+                row[head] = _with_error(own, name, i)
+        tables.append((names, [rows[layer] for layer in sorted(rows)]))
     return tables
 
 
@@ -105,8 +110,8 @@ def text(found: list[Measured]) -> str:
     parts = []
     for own in found:
         parts.append("\n".join(f"{name}: {cell(value)}" for name, value in own.facts.items()))
-        for group, table in layer_tables(own):
-            parts.append(f"[{group}] {_legend(own.layered(group))}\n{tables.text(table)}")
+        for names, table in layer_tables(own):
+            parts.append(f"{_legend(names)}\n\n{tables.text(table)}")
     scalars = scalar_table(found)
     if scalars:
         parts.append(tables.text(scalars))
@@ -177,7 +182,7 @@ def _legend(names: list[str]) -> str:
         unit = "" if quantity.unit == "1" else f", in {quantity.unit}"
         kind = "" if quantity.kind == "exact" else f" [{quantity.kind}]"
         lines[quantity.text] = f"{name.split('/')[0]}: {quantity.text}{unit}{kind}"
-    return "\n  ".join(lines.values())
+    return "\n".join(lines.values())
 
 
 def _numbers(own: Measured) -> Iterator[tuple[str, int | None, float, float | None]]:
@@ -197,5 +202,5 @@ def _with_error(own: Measured, name: str, i: Any) -> str:
             f" (residual {own.residuals[name][i]:.1g})" if own.residuals else ""
         )
     if name in own.errors:
-        return f"{value} ±{float(own.errors[name][i]):.1g}"
+        return f"{float(own.values[name][i]):#.4g} ±{float(own.errors[name][i]):.1g}"
     return value

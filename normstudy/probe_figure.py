@@ -12,14 +12,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.lines import Line2D
 
 from normstudy import frames, quantities
 from normstudy.errors import UserError
 from normstudy.figures import MARKERS, STYLE, WIDTH
 from normstudy.measured import Measured, long_table
+from normstudy.roles import BRANCH_MATRICES
 
 KINDS = (".png", ".pdf", ".svg")
 FEW = 8  # layers that are drawn as lines over the steps; more become a heat map
+SPAN = 20  # between the least and the largest value, from which on an axis is logarithmic
 MANY = 3  # checkpoints of one run, from which on the step has an axis of its own
 
 
@@ -39,7 +42,7 @@ def draw(found: list[Measured], path: Path) -> None:
     names = found[0].layered()
     if not names:
         raise UserError("--figure: nothing that was measured has layers; ask for more by --what")
-    bases = list(dict.fromkeys(name.split("/")[0] for name in names))
+    bases = list(dict.fromkeys(quantities.split(name)[0] for name in names))
     along = len(found) >= MANY and len({own.label.split(" step ")[0] for own in found}) == 1
     with plt.rc_context(STYLE):
         columns = min(3, len(bases))
@@ -48,9 +51,9 @@ def draw(found: list[Measured], path: Path) -> None:
             rows, columns, figsize=(WIDTH * columns / 2.4, 0.8 + 1.75 * rows), squeeze=False
         )
         for axes, base in zip(grid.flat, bases, strict=False):
-            parts = [name for name in names if name.split("/")[0] == base]
+            parts = _parts(found[0], base)
             if not along:
-                _against_layer(axes, found, parts)
+                _against_layer(axes, found, base)
             elif len(found[0].layers) <= FEW:
                 _against_step(axes, found, parts)
             else:
@@ -62,8 +65,14 @@ def draw(found: list[Measured], path: Path) -> None:
         for axes in list(grid.flat)[len(bases) :]:
             axes.remove()
         handles, labels = grid.flat[0].get_legend_handles_labels()
-        if handles:
-            canvas.legend(handles, labels, loc="outside upper center", ncols=min(len(handles), 4))
+        if not along:
+            handles = [Line2D([], [], color=f"C{i % 10}") for i in range(len(found))]
+            labels = [own.label for own in found]
+        if len(labels) > 1:
+            canvas.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4))
+        else:
+            title = labels[0] if labels else found[0].label.split(" step ")[0]
+            canvas.suptitle(title, fontsize=9)
         canvas.supxlabel("step" if along else "layer (0 = bottom)", fontsize=9)
         try:
             canvas.savefig(path)
@@ -74,27 +83,42 @@ def draw(found: list[Measured], path: Path) -> None:
             plt.close(canvas)
 
 
-def _against_layer(axes: Any, found: list[Measured], parts: list[str]) -> None:
-    """One line a checkpoint; the parts of a block differ by their dashes."""
+def _against_layer(axes: Any, found: list[Measured], base: str) -> None:
+    """One colour a checkpoint, one dash a part of the block; of one checkpoint, a colour a part."""
+    drawn = []
     for i, own in enumerate(found):
-        for j, name in enumerate(parts):
-            if name not in own.values:
-                continue
+        shown = _shown(_parts(own, base), len(found))
+        for j, name in enumerate(shown):
+            n = i if len(found) > 1 else j
             layers, at = np.array(own.by_layer(name)).T
             value = own.values[name][at]
+            drawn.append(value)
             axes.plot(
-                layers, value, f"C{i % 10}", ls=("-", "--", ":", "-.")[j % 4],
-                marker=MARKERS[i % len(MARKERS)], markevery=max(1, len(layers) // 6), ms=3,
-                label=own.label if j == 0 else None,
+                layers, value, f"C{n % 10}", ls=("-", "--", ":", "-.")[j % 4],
+                marker=MARKERS[n % len(MARKERS)], markevery=max(1, len(layers) // 6), ms=3,
             )  # fmt: skip
             if name in own.errors:
                 spread = 2 * own.errors[name][at]
                 low = np.maximum(value - spread, value * 1e-2)
-                axes.fill_between(layers, low, value + spread, color=f"C{i % 10}", alpha=0.25, lw=0)
-            if len(parts) > 1 and i == 0:
-                part = name.split("/")[1]
-                axes.annotate(part, (layers[-1], value[-1]), fontsize=6, ha="right", va="bottom")
-    _scale(axes, parts[0], np.concatenate([own.values[parts[0]] for own in found]))
+                axes.fill_between(layers, low, value + spread, color=f"C{n % 10}", alpha=0.25, lw=0)
+        if len(shown) > 1 and i == 0:
+            parts = [quantities.split(name)[1] for name in shown]
+            axes.legend(axes.get_lines(), parts, fontsize=6, handlelength=2.5)
+    _scale(axes, np.concatenate(drawn))
+
+
+def _parts(own: Measured, base: str) -> list[str]:
+    """Names of one quantity that have layers, e.g. for each sublayer."""
+    return [name for name in own.layered() if quantities.split(name)[0] == base]
+
+
+def _shown(parts: list[str], checkpoints: int) -> list[str]:
+    """The parts that are drawn: of a block's matrices no vectors, and two beside other curves."""
+    matrices = [name for name in parts if name.rpartition(".")[2] in BRANCH_MATRICES]
+    if not matrices:
+        return parts
+    few = [name for name in matrices if name.endswith((".q", ".down"))]
+    return matrices if checkpoints == 1 else few
 
 
 def _against_step(axes: Any, found: list[Measured], parts: list[str]) -> None:
@@ -111,9 +135,11 @@ def _against_step(axes: Any, found: list[Measured], parts: list[str]) -> None:
             marker=MARKERS[n % len(MARKERS)], ms=3, label=f"layer {layer}",
         )  # fmt: skip
     if len(parts) > 1:
-        axes.annotate(parts[0].split("/")[1], (0.02, 0.02), xycoords="axes fraction", fontsize=6)
+        axes.annotate(
+            quantities.split(parts[0])[1], (0.02, 0.02), xycoords="axes fraction", fontsize=6
+        )
     axes.set_xscale("symlog", linthresh=1)
-    _scale(axes, parts[0], np.concatenate(everything))
+    _scale(axes, np.concatenate(everything))
 
 
 def _layer_by_step(canvas: Any, axes: Any, found: list[Measured], parts: list[str]) -> None:
@@ -121,7 +147,7 @@ def _layer_by_step(canvas: Any, axes: Any, found: list[Measured], parts: list[st
     places = found[0].by_layer(parts[0])
     grid = np.array([[own.values[parts[0]][at] for own in found] for _, at in places])
     positive = grid[np.isfinite(grid) & (grid > 0)]
-    log = quantities.of(parts[0]).log and positive.size > 0
+    log = positive.size > 0 and positive.max() > SPAN * positive.min()
     norm = LogNorm(positive.min(), positive.max()) if log else Normalize()
     image = axes.imshow(
         grid, norm=norm, cmap="viridis", aspect="auto", origin="lower", interpolation="nearest"
@@ -131,7 +157,8 @@ def _layer_by_step(canvas: Any, axes: Any, found: list[Measured], parts: list[st
     canvas.colorbar(image, ax=axes)
 
 
-def _scale(axes: Any, name: str, values: np.ndarray) -> None:
-    """A log axis where the quantity asks for one and has positive values."""
-    if quantities.of(name).log and (values > 0).any():
+def _scale(axes: Any, values: np.ndarray) -> None:
+    """A log axis where the positive values span more than a factor SPAN and none is negative."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    if positive.size and positive.max() > SPAN * positive.min() and not (values < 0).any():
         axes.set_yscale("log")
