@@ -32,7 +32,6 @@ from normstudy import (
     record,
     schedules,
     spectra,
-    theory,
     train,
 )
 from normstudy.errors import UserError, choose
@@ -153,7 +152,8 @@ class _Instruments:
         self.rates = schedules.table(run.optim, run.model.width, run.steps)
         self.transform = optim.direction(optim.static_part(run.optim))
         self.advice = f"lower --sequences (now {run.probe.probe_batch}), or ask for less by --what"
-        self.start: Array | None = None  # where the last search for an eigenvector ended
+        self.compiled: dict[str, Callable] = {}
+        self.start: train.Starts | None = None  # where the last search for an eigenvector ended
 
     def _same_text(self) -> None:
         """Raises UserError where the text has changed since the run."""
@@ -256,9 +256,9 @@ class _Instruments:
 
     def _fitted(self, name: str, function: Any, *args: Any) -> Callable:
         """The function compiled once for this run, after asking whether it fits."""
-        if name not in self.__dict__:
-            self.__dict__[name] = memory.compile_to_fit(function, args, self.advice)
-        return self.__dict__[name]
+        if name not in self.compiled:
+            self.compiled[name] = memory.compile_to_fit(function, args, self.advice)
+        return self.compiled[name]
 
     # ------------------------------------------------------------------ of the training step
 
@@ -274,24 +274,19 @@ class _Instruments:
 
     def _curvature(self, state: train.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
+        optimizer = optim.static_part(self.run.optim)
+        search = functools.partial(
+            train.sharpness, optimizer=optimizer, tolerance=self.options.tolerance
+        )
         if self.start is None:
-            key = train.probe_key(self.run, step)
-            both = (curvature.start_vector(state.model, key),) * 2
-        else:
-            both = self.start
-        plain, adam = self._fitted(
-            "sharpness",
-            jax.jit(functools.partial(_sharpness, run=self.run, tolerance=self.options.tolerance)),
-            state, batch, both,
-        )(state, batch, both)  # fmt: skip
-        self.start = (plain.vector, (adam or plain).vector)
-        threshold = theory.stability_threshold(None if adam is None else self.run.optim.b1)
-        own = plain if adam is None else adam
-        values = {"sharpness": plain.value, "edge_ratio": own.value * lr / threshold}
-        residuals = {"sharpness": plain.residual, "edge_ratio": own.residual * lr / threshold}
-        if adam is not None:
-            values["sharpness_adam"], residuals["sharpness_adam"] = adam.value, adam.residual
-        return {"values": values, "residuals": residuals}
+            self.start = (curvature.start_vector(state.model, train.probe_key(self.run, step)),) * 2
+        program = self._fitted("sharpness", jax.jit(search), state, batch, lr, self.start)
+        found, self.start = program(state, batch, lr, self.start)
+        residuals = {name: own for name, own in found.items() if name.endswith("_residual")}
+        return {
+            "values": {name: found[name] for name in found if name not in residuals},
+            "residuals": {name.removesuffix("_residual"): own for name, own in residuals.items()},
+        }
 
     # ---------------------------------------------------------------------------- spectra
 
@@ -389,23 +384,6 @@ def _anatomy(
         "loss_change_second": found["loss_change_predicted"] + half,
         **probes.by_layer("update", updates),
     }
-
-
-def _sharpness(
-    state: train.State, batch: Array, start: tuple[Array, Array], run: config.Run, tolerance: float
-) -> tuple[curvature.Eigenvalue, curvature.Eigenvalue | None]:
-    """Plain, and as Adam sees it (None for SGD)."""
-    loss = lambda model: train.token_loss(model, batch)
-    plain = curvature.sharpness(loss, state.model, start[0], tolerance)
-    if run.optim.optimizer == "sgd":
-        return plain, None
-    transform = optim.direction(optim.static_part(run.optim))
-    gradients = jax.grad(loss)(state.model)
-    _, after = transform.update(gradients, state.opt_state, state.model)
-    nu, count = (optax.tree.get(after, name) for name in ("nu", "count"))
-    o = run.optim
-    scale = curvature.adam_preconditioner(nu, count, o.b1, o.b2, o.eps)
-    return plain, curvature.sharpness(loss, state.model, start[1], tolerance, scale)
 
 
 def _sigma_of_block(block: Any, x: Array, key: Array, tolerance: float) -> spectra.Singular:

@@ -23,6 +23,7 @@ from normstudy import (
     checkpoint,
     config,
     corpus,
+    curvature,
     data,
     inits,
     mesh,
@@ -32,6 +33,7 @@ from normstudy import (
     probes,
     record,
     schedules,
+    theory,
 )
 from normstudy.errors import Interrupted
 from normstudy.model import Model
@@ -49,6 +51,9 @@ class State(NamedTuple):
     opt_state: Any
 
 
+Starts = tuple[Array, Array]  # vectors for the search of the two largest eigenvalues
+
+
 class Programs(NamedTuple):
     """The compiled functions of one shape; arms that share it share them."""
 
@@ -56,6 +61,7 @@ class Programs(NamedTuple):
     plain: Callable  # (state, batch, lr) -> (state, metrics)
     probing: Callable  # (state, batch, lr, probe_batch, unigram, key) -> (state, metrics)
     measure: Callable  # (model, probe_batch, unigram, key) -> probe
+    sharpness: Callable  # (state, batch, lr, start vectors) -> (probe, where to start next time)
     loss: Callable  # (model, batch) -> mean loss
     where: Callable  # (model, batch) -> what is finite
     abstract: State  # shapes, dtypes and shardings
@@ -89,6 +95,43 @@ def update(
     return new, scalars, (gradients, updates)
 
 
+def sharpness(
+    state: State,
+    batch: Array,
+    lr: Array,
+    start: Starts | None,
+    *,
+    optimizer: config.Optim,
+    tolerance: float = 0.01,
+) -> tuple[dict[str, Array], Starts]:
+    """Largest eigenvalue of the training loss's Hessian, and as the optimizer sees it.
+
+    Names as in quantities.py, NAME_residual beside each. start: the vectors of the search before,
+    or None for random ones. Decay and clipping are left out.
+    """  # fmt: skip
+    loss = lambda model: token_loss(model, batch)
+    if start is None:
+        start = (curvature.start_vector(state.model, jax.random.key(0)),) * 2
+    found = {"sharpness": curvature.sharpness(loss, state.model, start[0], tolerance)}
+    own, threshold = found["sharpness"], theory.stability_threshold(None)
+    if optimizer.optimizer != "sgd":
+        model: Any = state.model
+        gradients = jax.grad(loss)(model)
+        _, after = optim.direction(optimizer).update(gradients, state.opt_state, model)
+        nu, count = (optax.tree.get(after, name) for name in ("nu", "count"))
+        scale = curvature.adam_preconditioner(nu, count, optimizer.b1, optimizer.b2, optimizer.eps)
+        own = curvature.sharpness(loss, model, start[1], tolerance, scale)
+        found["sharpness_adam"] = own
+        threshold = theory.stability_threshold(optimizer.b1)
+    probe = {
+        "edge_ratio": own.value * lr / threshold,
+        "edge_ratio_residual": own.residual * lr / threshold,
+    }
+    for name, eigenvalue in found.items():
+        probe |= {name: eigenvalue.value, f"{name}_residual": eigenvalue.residual}
+    return probe, (found["sharpness"].vector, own.vector)
+
+
 @functools.cache
 def programs(
     model: config.Model, optimizer: config.Optim, vectors: int, devices: jax.sharding.Mesh
@@ -101,7 +144,15 @@ def programs(
         return State(jnp.int32(0), jnp.bool(True), params, transform.init(params))  # type: ignore[arg-type]
 
     def plain(state: State, batch: Array, lr: Array):
-        return update(state, batch, lr, transform=transform)[:2]
+        new, scalars, _ = update(state, batch, lr, transform=transform)
+        return new, clipped(scalars)
+
+    def clipped(scalars: dict[str, Array]) -> dict[str, Array]:
+        """Beside the raw norm of the gradient, what of it was applied."""
+        if optimizer.clip:
+            applied = jnp.minimum(scalars["gradient_norm"], optimizer.clip)
+            scalars["gradient_norm_applied"] = applied
+        return scalars
 
     def probing(state, batch, lr, probe_batch, unigram, key):
         new, scalars, (gradients, updates) = update(state, batch, lr, transform=transform)
@@ -112,7 +163,7 @@ def programs(
             **probes.by_layer("weight", state.model),
             **anatomy.of_update(state.model, new.model, gradients, updates, batch),
         }
-        return new, scalars | {"probe": probe}
+        return new, clipped(scalars) | {"probe": probe}
 
     def measure(params, probe_batch, unigram, key):
         return probes.measure(params, probe_batch, unigram, key, vectors)
@@ -131,6 +182,7 @@ def programs(
         plain=jax.jit(plain, donate_argnums=0, out_shardings=both),
         probing=jax.jit(probing, donate_argnums=0, out_shardings=both),
         measure=jax.jit(measure),
+        sharpness=jax.jit(functools.partial(sharpness, optimizer=optimizer)),
         loss=jax.jit(token_loss),
         where=jax.jit(finite_parts),
         abstract=abstract,
@@ -205,6 +257,9 @@ def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
         state, why = _loop(run, folder, feed, rates, compiled, devices, state, log, begin)
         checkpoint.save(folder, int(state.step), state)
     result = {"name": name, **_result(run, feed, compiled, devices, state, log.losses, why)}
+    if run.optim.clip:
+        norms = [row["gradient_norm"] for row in record.read_rows(folder / record.METRICS)]
+        result["clip_fraction"] = float(np.mean([norm > run.optim.clip for norm in norms]))
     record.write_json(folder / record.OUTCOME, result)
     say(f"{name}: {result['word']} (step {result['step']}): {result['why']}; stopped: {why}")
     return result
@@ -226,7 +281,7 @@ def _loop(
     probe_batch, unigram = put(feed.probe_batch), jnp.asarray(feed.unigram)
     probed = probe_steps(run.steps, run.probe.probe_every)
     in_flight: tuple[int, dict[str, Any]] | None = None
-    alive = True
+    alive, start = True, None
 
     def settle() -> None:
         """Fetch and log the step in flight: called once the next one has been dispatched."""
@@ -242,8 +297,11 @@ def _loop(
         for step in range(begin, run.steps):
             batch, lr = put(feed.batches[step]), jnp.float32(rates[step])
             if step in probed:
-                key = probe_key(run, step)
+                key, edge = probe_key(run, step), {}
+                if run.probe.curvature:  # a resumed run searches from random vectors once
+                    edge, start = compiled.sharpness(state, batch, lr, start)
                 state, values = compiled.probing(state, batch, lr, probe_batch, unigram, key)
+                values["probe"] |= edge
             else:
                 state, values = compiled.plain(state, batch, lr)
             settle()
