@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install reproduce tune test lint figures clean
+.PHONY: install reproduce tune bench depth test lint figures clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,12 @@ reproduce: install
 
 tune: install
 	$(BIN)/python experiments/tune_lr.py $(ARGS)
+
+bench: install
+	$(BIN)/python experiments/bench.py $(ARGS)
+
+depth: install
+	$(BIN)/python experiments/depth_check.py $(ARGS)
 
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)

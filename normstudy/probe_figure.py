@@ -61,7 +61,8 @@ def draw(found: list[Measured], path: Path) -> None:
             quantity = quantities.of(base)
             unit = "" if quantity.unit == "1" else f" ({quantity.unit})"
             bound = ", lower bound" if quantity.kind == "lower bound" else ""
-            axes.set_title(f"{base}{unit}{bound}")
+            part = f", {quantities.split(parts[0])[1]}" if along and len(parts) > 1 else ""
+            axes.set_title(f"{base}{part}{unit}{bound}")
         for axes in list(grid.flat)[len(bases) :]:
             axes.remove()
         handles, labels = grid.flat[0].get_legend_handles_labels()
@@ -73,7 +74,11 @@ def draw(found: list[Measured], path: Path) -> None:
         else:
             title = labels[0] if labels else found[0].label.split(" step ")[0]
             canvas.suptitle(title, fontsize=9)
-        canvas.supxlabel("step" if along else "layer (0 = bottom)", fontsize=9)
+        if along and len(found[0].layers) > FEW:
+            canvas.supxlabel("step (one column a checkpoint: not to scale)", fontsize=9)
+            canvas.supylabel("layer (0 = bottom)", fontsize=9)
+        else:
+            canvas.supxlabel("step" if along else "layer (0 = bottom)", fontsize=9)
         try:
             canvas.savefig(path)
             path.with_suffix(".csv").write_text(frames.to_csv(long_table(found)), "utf-8")
