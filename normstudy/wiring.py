@@ -736,6 +736,8 @@ def _final_norm_findings(found: bool | None, declared: bool, last: Reading) -> l
         what = (
             "cannot tell whether there is a final norm: logits neither scale with x nor ignore it"
         )
+    elif declared and "after the add" in last.norms:
+        what = "no final norm, one declared; the last sublayer ends in a norm"
     elif declared:
         what = f"{last.family or last.text} without final norm: nothing normalises the stream here"
     else:

@@ -396,6 +396,14 @@ def test_pre_norm_without_final_norm_is_found_before_training():
     assert wiring.check(stack(pre), declared("pre"), lambda x: layer(x) @ READOUT).agrees
 
 
+def test_missing_final_norm_behind_a_post_norm_is_not_called_an_unnormalised_stream():
+    post = lambda x, f: layer(x + f(x))
+    _, readout = wiring.check(stack(post), declared("pre"), lambda x: x @ READOUT).findings
+    assert str(readout) == (
+        "readout: no final norm, one declared; the last sublayer ends in a norm"
+    )
+
+
 def test_final_norm_that_the_row_does_not_have_is_told():
     post = lambda x, f: layer(x + f(x))
     report = wiring.check(stack(post), declared("post"), lambda x: layer(x) @ READOUT)
