@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,34 @@ from jaxtyping import Array
 from normstudy.probes import by_layer, frobenius
 
 
-def of_update(
-    before: Any, after: Any, gradients: Any, updates: Any, batch: Array
-) -> dict[str, Array]:
-    """Effects of `before -> after` on the batch that gave the gradients, batch (B, T + 1).
+class Forward(NamedTuple):
+    """What a model makes of a batch."""
 
-    before, after: models with start, stack and read; after = before + updates. Values: relative
-    Frobenius norms of changes, `function_update` (S,) of x_0..x_L and `logits_update`;
-    `sigma_update_NORM/SUBLAYER` (L,), mean over positions of |sigma' / sigma - 1|; `moved/MATRIX`,
-    the share of entries that are not what they were (an update below half a unit in the last place
-    is lost); `loss_change` and what the gradient predicts of it, in nats. The function update:
-    Wang et al. 2022 (DeepNet, 2203.00555), definition in section 3.
+    logits: Array  # (B, T, V), float32
+    streams: Array  # (S, B, T, D)
+    taps: dict[str, Any]  # of every sublayer, axis 0 = L
+
+
+def forward(model: Any, tokens: Array) -> Forward:
+    """model: has start, stack and read. tokens: (B, T)."""
+    top, streams, taps = model.stack(model.start(tokens))
+    return Forward(model.read(top).astype(jnp.float32), streams, taps)
+
+
+def of_update(
+    models: tuple[Any, Any], before: Forward, gradients: Any, updates: Any, batch: Array
+) -> dict[str, Array]:
+    """Effects of an update on the batch that gave the gradients, batch (B, T + 1).
+
+    models: before and after, the second is the first plus updates. before: the first on the batch.
+    Values: relative Frobenius norms of changes, `function_update` (S,) of x_0..x_L and
+    `logits_update`; `sigma_update_NORM/SUBLAYER` (L,), mean over positions of |sigma'/sigma - 1|;
+    `moved/MATRIX`, the share of entries that are not what they were (an update below half a unit in
+    the last place is lost); `loss_change` and what the gradient predicts of it, in nats.
+    Source of the function update: Wang et al. 2022 (DeepNet, 2203.00555), section 3.
     """
-    logits, streams, taps = _forward(before, batch)
-    new_logits, new_streams, new_taps = _forward(after, batch)
+    logits, streams, taps = before
+    new_logits, new_streams, new_taps = forward(models[1], batch[:, :-1])
     found = {
         "function_update": _relative(new_streams - streams, streams, (1, 2, 3)),
         "logits_update": _relative(new_logits - logits, logits, (0, 1, 2)),
@@ -39,7 +53,7 @@ def of_update(
                 norm = name.removeprefix("inverse_sigma_")
                 change = jnp.mean(jnp.abs(ratio - 1), (1, 2))
                 found[f"sigma_update_{norm}/{sublayer}"] = change
-    return found | by_layer("moved", jax.tree.map(moved, before, after), jnp.mean)
+    return found | by_layer("moved", jax.tree.map(moved, *models), jnp.mean)
 
 
 def moved(before: Array, after: Array) -> Array:
@@ -54,11 +68,6 @@ def half_curvature(loss: Any, model: Any, updates: Any, batch: Array) -> Array:
     gradient = lambda model: jax.grad(loss)(model, batch)
     image = jax.jvp(gradient, (model,), (updates,))[1]
     return optax.tree.vdot(updates, image) / 2
-
-
-def _forward(model: Any, batch: Array) -> tuple[Array, Array, dict]:
-    top, streams, taps = model.stack(model.start(batch[:, :-1]))
-    return model.read(top).astype(jnp.float32), streams, taps
 
 
 def _loss(logits: Array, batch: Array) -> Array:

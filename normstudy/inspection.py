@@ -376,8 +376,9 @@ def _skips(model: Any, batch: Array, key: Array, vectors: int) -> dict[str, Arra
 def _anatomy(
     state: train.State, batch: Array, lr: Array, transform: optax.GradientTransformation
 ) -> dict[str, Array]:
-    new, _, (gradients, updates) = train.update(state, batch, lr, transform=transform)
-    found = anatomy.of_update(state.model, new.model, gradients, updates, batch)
+    new, _, (forward, gradients, updates) = train.update(state, batch, lr, transform=transform)
+    models = (state.model, new.model)
+    found = anatomy.of_update(models, forward, gradients, updates, batch)
     half = anatomy.half_curvature(train.token_loss, state.model, updates, batch)
     return {
         **found,

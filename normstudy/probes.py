@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from normstudy.dims import Stream, Streams
 from normstudy.trees import path_names, to_dict
 
 BRANCHES = ("attn", "mlp")
+TOGETHER = 4  # vectors in one backward pass
 
 
 class Estimate(NamedTuple):
@@ -47,25 +47,30 @@ def mean_norm(norms_KLB: Float[Array, "K L B"]) -> Estimate:
     return Estimate(scale * norm, scale * se_of_mean / (2 * jnp.maximum(norm, _tiny(norm))))
 
 
-def stream_gradients(loss: Callable[[Streams], Array], nudge: Streams) -> Float[Array, " S"]:
-    """Frobenius norm of d loss / d x_l for l = 0..L, from one backward pass."""
-    return frobenius(jax.grad(loss)(nudge), (1, 2, 3))
-
-
 def jacobian_to_end(
     stack: Callable[[Streams], Stream], nudge: Streams, key: Array, vectors: int
 ) -> Estimate:
     """sqrt((1/(B T D)) E ||J^T v||^2), J = d x_L / d x_l, l = 0..L-1; 1 for the identity.
 
-    One backward pass per vector, whatever the depth; one vector at a time, so that memory does not
-    grow with their number.
+    One backward pass per vector, whatever the depth.
     """
     top, pull = jax.vjp(stack, nudge)
+    return norms_to_end(pull, top, key, vectors)
 
-    def one(key):
+
+def norms_to_end(
+    pull: Callable[[Stream], tuple[Streams]], top: Stream, key: Array, vectors: int
+) -> Estimate:
+    """`jacobian_to_end` from the pull-back of the stack: cotangent of x_L -> cotangents of x_0..x_L.
+
+    TOGETHER vectors at a time share what the backward pass recomputes; memory grows with no more.
+    """
+
+    def one(key: Array) -> Array:
         return _norms(pull(rademacher(key, top))[0][:-1])
 
-    return mean_norm(jax.lax.map(one, jax.random.split(key, vectors)))
+    keys = jax.random.split(key, vectors)
+    return mean_norm(jax.lax.map(one, keys, batch_size=min(TOGETHER, vectors)))
 
 
 def jacobian_of_parts(
@@ -86,15 +91,18 @@ def jacobian_of_parts(
         pulls = {}
         for name, part in parts.items():
             x, pulls[name] = jax.vjp(lambda x, part=part: part(parameters, x), x)
+
+        def one_vector(key: Array) -> dict[str, Array]:
+            v = through = rademacher(key, x)
+            norms = {}
+            for name in reversed(list(parts)):
+                alone = pulls[name](v)[0]
+                norms[name] = _norms(alone)
+                through = alone if through is v else pulls[name](through)[0]
+            return {**norms, "block": _norms(through)}
+
         key, *keys = jax.random.split(key, vectors + 1)
-        norms: dict[str, list[Array]] = {name: [] for name in (*parts, "block")}
-        for k in keys:
-            v = through = rademacher(k, x)
-            for name in reversed(parts):
-                norms[name].append(_norms(pulls[name](v)[0]))
-                (through,) = pulls[name](through)
-            norms["block"].append(_norms(through))
-        return key, {name: jnp.stack(own) for name, own in norms.items()}
+        return key, jax.vmap(one_vector)(jnp.stack(keys))
 
     _, norms_LKB = jax.lax.scan(one_layer, key, (layers, inputs))
     return {name: mean_norm(jnp.swapaxes(own, 0, 1)) for name, own in norms_LKB.items()}
@@ -149,25 +157,29 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
     x0 = model.start(tokens)
-    _, streams, taps = model.stack(x0)
-    nudge = jnp.zeros_like(streams)
     end_key, block_key = jax.random.split(key)
+    nudge = jnp.zeros((len(jax.tree.leaves(model.layers)[0]) + 1, *x0.shape), x0.dtype)
 
-    def loss(nudge):
-        logits = model.read(model.stack(x0, nudge)[0])
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    def stack(nudge: Streams) -> tuple[Stream, Any]:
+        top, streams, taps = model.stack(x0, nudge)
+        return top, (streams, taps)
 
-    log_p = jax.nn.log_softmax(model.read(streams[-1]))
-    to_end = jacobian_to_end(lambda n: model.stack(x0, n)[0], nudge, end_key, vectors)
+    def loss(top: Stream) -> tuple[Array, Array]:
+        log_p = jax.nn.log_softmax(model.read(top))
+        return -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1)), log_p
+
+    top, pull, (streams, taps) = jax.vjp(stack, nudge, has_aux=True)
+    (probe_loss, log_p), at_top = jax.value_and_grad(loss, has_aux=True)(top)
+    to_end = norms_to_end(pull, top, end_key, vectors)
     skip = skip_gain(model, x0, nudge, end_key, vectors, BRANCHES)
     sublayers = {name: lambda block, x, name=name: getattr(block, name)(x)[0] for name in BRANCHES}
     of_parts = jacobian_of_parts(sublayers, model.layers, streams[:-1], block_key, vectors)
     return {
-        "probe_loss": -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1)),
+        "probe_loss": probe_loss,
         # KL(unigram || prediction): 0 where the model predicts letter frequencies and nothing else
         "unigram_kl": jnp.sum(jax.scipy.special.xlogy(unigram, unigram))
         - jnp.mean(log_p @ unigram),
-        "stream_gradient": stream_gradients(loss, nudge),
+        "stream_gradient": frobenius(pull(at_top)[0], (1, 2, 3)),
         **_named("jacobian_to_end", to_end),
         **_named("jacobian_of_block", of_parts["block"]),
         **_named("jacobian_of_sublayer", of_parts["attn"], "/attn"),

@@ -69,16 +69,22 @@ class Programs(NamedTuple):
 
 def token_loss(model: Model, batch: Array) -> Array:
     """Mean next-token cross-entropy in nats; batch: (B, T + 1) tokens."""
-    logits = model(batch[:, :-1]).astype(jnp.float32)
-    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    return _loss_and_forward(model, batch)[0]
+
+
+def _loss_and_forward(model: Model, batch: Array) -> tuple[Array, anatomy.Forward]:
+    """The loss, and what the model made of the batch on the way."""
+    forward = anatomy.forward(model, batch[:, :-1])
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(forward.logits, batch[:, 1:])
+    return losses.mean(), forward
 
 
 def update(
     state: State, batch: Array, lr: Array, *, transform: optax.GradientTransformation
 ) -> tuple[State, dict[str, Array], tuple]:
-    """One update: (new state, scalars, (gradients, updates))."""
+    """One update: (new state, scalars, (forward pass before it, gradients, updates))."""
     model: Any = state.model  # optax's own type of a pytree leaves modules out
-    loss, gradients = jax.value_and_grad(token_loss)(model, batch)
+    (loss, forward), gradients = jax.value_and_grad(_loss_and_forward, has_aux=True)(model, batch)
     direction, opt_state = transform.update(gradients, state.opt_state, model)
     updates = jax.tree.map(lambda d: -lr * d, direction)
     gradient_norm = optax.tree.norm(gradients)
@@ -92,7 +98,7 @@ def update(
         "update_norm": optax.tree.norm(updates),
         "alive": alive,
     }
-    return new, scalars, (gradients, updates)
+    return new, scalars, (forward, gradients, updates)
 
 
 def sharpness(
@@ -155,13 +161,14 @@ def programs(
         return scalars
 
     def probing(state, batch, lr, probe_batch, unigram, key):
-        new, scalars, (gradients, updates) = update(state, batch, lr, transform=transform)
+        new, scalars, (forward, gradients, updates) = update(state, batch, lr, transform=transform)
+        models = (state.model, new.model)
         probe = {
             **probes.measure(state.model, probe_batch, unigram, key, vectors),
             **probes.by_layer("gradient", gradients),
             **probes.by_layer("update", updates),
             **probes.by_layer("weight", state.model),
-            **anatomy.of_update(state.model, new.model, gradients, updates, batch),
+            **anatomy.of_update(models, forward, gradients, updates, batch),
         }
         return new, clipped(scalars) | {"probe": probe}
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 import tiny
 
-from normstudy import placements, tables, train
+from normstudy import placements, tables, train, wiring
 from normstudy.errors import UserError
 from normstudy.placements import PLACEMENTS, Placement
 from normstudy.theory import no_constants
@@ -92,6 +92,16 @@ def test_rms_norm_can_stand_in_every_place(name):
     logits = tiny.model(cfg)(tiny.tokens(cfg, 2)[:, :-1])
     assert logits.shape == (2, cfg.context, cfg.vocab)
     assert np.isfinite(np.asarray(logits)).all()
+
+
+@every_row
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_wiring_check_agrees_with_the_declaration(name, norm):
+    cfg = tiny.model_config(placement=name, norm=norm)
+    report = wiring.check_model(tiny.model(cfg), cfg)
+    assert report.agrees, report.sentences()
+    assert len(report.readings) == 2 * cfg.layers
+    assert report.final_norm == PLACEMENTS[name].final_norm
 
 
 def test_every_declared_norm_gets_gradient_in_every_layer(stepped):

@@ -138,6 +138,14 @@ def test_more_vectors_give_a_smaller_standard_error(x64):
     assert 4 < few[0] / many[0] < 16
 
 
+class FromStream:
+    """The model from a given x_0 on: what it measures, and not the tokens, decides."""
+
+    def __init__(self, model, x0):
+        self.stack, self.read, self.layers = model.stack, model.read, model.layers
+        self.start = lambda tokens: x0
+
+
 @jax.jit
 def stream_gradients_both_ways(model, x0, targets):
     """(from the nudge, from the stack cut by hand at each layer)."""
@@ -155,8 +163,9 @@ def stream_gradients_both_ways(model, x0, targets):
     by_hand = [
         jnp.linalg.norm(jax.grad(above)(streams[start], start).ravel()) for start in range(L + 1)
     ]
-    found = probes.stream_gradients(lambda n: loss(top(model, x0, n)), nudges(model, x0))
-    return found, jnp.stack(by_hand)
+    batch = jnp.concatenate([targets[:, :1], targets], 1)
+    found = probes.measure(FromStream(model, x0), batch, jnp.ones(5) / 5, jax.random.key(0), 2)
+    return found["stream_gradient"], jnp.stack(by_hand)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -228,8 +237,10 @@ def test_norms_far_below_the_root_of_the_smallest_float32_are_not_lost():
     stack = lambda n: n[0] * jnp.float32(1e-30) + n[1]
     found = probes.jacobian_to_end(stack, nudge, jax.random.key(0), 2)
     np.testing.assert_allclose(found.norm, [1e-30], rtol=1e-6)
-    gradient = probes.stream_gradients(lambda n: 1e-30 * n[0].sum() + n[1, 0, 0, 0], nudge)
-    np.testing.assert_allclose(gradient, [1e-30 * (B * T * D) ** 0.5, 1], rtol=1e-6)
+    entries = jnp.full((B, T, D), 1e-30)
+    np.testing.assert_allclose(
+        probes.frobenius(entries, (0, 1, 2)), 1e-30 * (B * T * D) ** 0.5, rtol=1e-6
+    )
 
 
 def test_squares_of_bfloat16_are_summed_in_float32():
