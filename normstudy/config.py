@@ -114,7 +114,7 @@ class Probe:
     """What is measured, how often, on what."""
 
     probe_batch: int = 8  # sequences, fixed, from the validation split
-    vectors: int = 4  # Rademacher vectors for each Jacobian norm
+    vectors: int = 2  # Rademacher vectors for each Jacobian norm
     probe_every: int = 50  # updates; the first 50 are probed at 0,1,2,3,5,8,13,20,30,50
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each
 

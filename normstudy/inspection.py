@@ -33,14 +33,16 @@ from normstudy import (
     schedules,
     spectra,
     train,
+    wiring,
 )
 from normstudy.errors import UserError, choose
-from normstudy.measured import Measured
+from normstudy.measured import Findings, Measured
 from normstudy.progress import say
 
 DEEP = 64  # layers; above, the spectrum to the end is taken at a few layers unless asked for
 WHOLE = 2048  # T * D; above, the whole spectrum of a block is not taken
 POSITIONS = 8  # of the first sequence, at which a norm's own Jacobian is decomposed
+PLACE = ("layer", "residual", "skip/branch")  # of a wiring row: not what tells wirings apart
 CHUNK = 256  # rows of a Jacobian made at a time
 
 
@@ -196,6 +198,11 @@ class _Instruments:
             errors={name: errors[name] for name in errors if name in wanted},
             residuals=residuals,
             where=where,
+            findings={
+                group: check(state, step)
+                for group, check in (("wiring", self._wiring),)
+                if self.options.wants(group)
+            },
         )
 
     def _facts(self, step: int) -> dict[str, Any]:
@@ -287,6 +294,18 @@ class _Instruments:
             "values": {name: found[name] for name in found if name not in residuals},
             "residuals": {name.removesuffix("_residual"): own for name, own in residuals.items()},
         }
+
+    # ----------------------------------------------------------------------------- checks
+
+    def _wiring(self, state: train.State, step: int) -> Findings:
+        """What the sublayers compute against what the config declares, and at step 0 the init."""
+        stds = train.standard_deviations(self.run) if step == 0 else None
+        report = wiring.check_model(state.model, self.run.model, stds)
+        rows = [row for row in report.rows() if row["layer"] in self.layers]
+        if report.agrees:  # one line for all that are alike
+            alike = {tuple(v for k, v in row.items() if k not in PLACE): row for row in rows}
+            rows = [{**row, "layer": f"all {len(self.layers)}"} for row in alike.values()]
+        return Findings(report.sentences(), rows)
 
     # ---------------------------------------------------------------------------- spectra
 

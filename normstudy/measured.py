@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,13 @@ from normstudy.errors import UserError
 from normstudy.tables import cell
 
 Table = list[dict[str, Any]]
+
+
+class Findings(NamedTuple):
+    """What a check found: sentences for people, and its rows."""
+
+    sentences: list[str]
+    rows: Table
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Measured:
     errors: dict[str, np.ndarray]  # standard errors
     residuals: dict[str, np.ndarray]  # of lower bounds
     where: dict[str, np.ndarray]  # layers of values that are not on all of them
+    findings: dict[str, Findings]  # what is not a number, by group
 
     def scalars(self) -> dict[str, float]:
         """The values that have no layer."""
@@ -112,6 +120,10 @@ def text(found: list[Measured]) -> str:
         parts.append("\n".join(f"{name}: {cell(value)}" for name, value in own.facts.items()))
         for names, table in layer_tables(own):
             parts.append(f"{_legend(names)}\n\n{tables.text(table)}")
+        for group, check in own.findings.items():
+            parts.append("\n".join(f"{group}: {sentence}" for sentence in check.sentences))
+            if check.rows:
+                parts.append(tables.text(check.rows))
     scalars = scalar_table(found)
     if scalars:
         parts.append(tables.text(scalars))
@@ -144,6 +156,7 @@ def as_dict(own: Measured) -> dict[str, Any]:
             for name in own.values
             if (rows := [row for other, *row in _numbers(own) if other == name])
         },
+        "findings": {group: check._asdict() for group, check in own.findings.items()},
     }
 
 

@@ -17,7 +17,7 @@ from normstudy.dims import Stream, Streams
 from normstudy.trees import path_names, to_dict
 
 BRANCHES = ("attn", "mlp")
-TOGETHER = 4  # vectors in one backward pass
+TOGETHER = 5  # vectors in one backward pass
 
 
 class Estimate(NamedTuple):
@@ -55,22 +55,7 @@ def jacobian_to_end(
     One backward pass per vector, whatever the depth.
     """
     top, pull = jax.vjp(stack, nudge)
-    return norms_to_end(pull, top, key, vectors)
-
-
-def norms_to_end(
-    pull: Callable[[Stream], tuple[Streams]], top: Stream, key: Array, vectors: int
-) -> Estimate:
-    """`jacobian_to_end` from the pull-back of the stack: cotangent of x_L -> cotangents of x_0..x_L.
-
-    TOGETHER vectors at a time share what the backward pass recomputes; memory grows with no more.
-    """
-
-    def one(key: Array) -> Array:
-        return _norms(pull(rademacher(key, top))[0][:-1])
-
-    keys = jax.random.split(key, vectors)
-    return mean_norm(jax.lax.map(one, keys, batch_size=min(TOGETHER, vectors)))
+    return mean_norm(_pulled(pull, _signs(key, top, vectors))[:, :-1])
 
 
 def jacobian_of_parts(
@@ -96,9 +81,8 @@ def jacobian_of_parts(
             v = through = rademacher(key, x)
             norms = {}
             for name in reversed(list(parts)):
-                alone = pulls[name](v)[0]
-                norms[name] = _norms(alone)
-                through = alone if through is v else pulls[name](through)[0]
+                (both,) = jax.vmap(pulls[name])(jnp.stack([v, through]))
+                norms[name], through = _norms(both[0]), both[1]
             return {**norms, "block": _norms(through)}
 
         key, *keys = jax.random.split(key, vectors + 1)
@@ -170,7 +154,9 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
 
     top, pull, (streams, taps) = jax.vjp(stack, nudge, has_aux=True)
     (probe_loss, log_p), at_top = jax.value_and_grad(loss, has_aux=True)(top)
-    to_end = norms_to_end(pull, top, end_key, vectors)
+    cotangents = jnp.concatenate([at_top[None], _signs(end_key, top, vectors)])
+    of_loss, *of_signs = _pulled(pull, cotangents)
+    to_end = mean_norm(jnp.stack(of_signs)[:, :-1])
     skip = skip_gain(model, x0, nudge, end_key, vectors, BRANCHES)
     sublayers = {name: lambda block, x, name=name: getattr(block, name)(x)[0] for name in BRANCHES}
     of_parts = jacobian_of_parts(sublayers, model.layers, streams[:-1], block_key, vectors)
@@ -179,7 +165,7 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
         # KL(unigram || prediction): 0 where the model predicts letter frequencies and nothing else
         "unigram_kl": jnp.sum(jax.scipy.special.xlogy(unigram, unigram))
         - jnp.mean(log_p @ unigram),
-        "stream_gradient": frobenius(pull(at_top)[0], (1, 2, 3)),
+        "stream_gradient": frobenius(of_loss, (1,)) * (x0.shape[-2] * x0.shape[-1]) ** 0.5,
         **_named("jacobian_to_end", to_end),
         **_named("jacobian_of_block", of_parts["block"]),
         **_named("jacobian_of_sublayer", of_parts["attn"], "/attn"),
@@ -214,6 +200,23 @@ def frobenius(x: Array, axes: tuple[int, ...]) -> Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True), _tiny(wide))
     return jnp.squeeze(largest, axes) * jnp.sqrt(jnp.sum((wide / largest) ** 2, axes))
+
+
+def _signs(key: Array, like: Array, vectors: int) -> Array:
+    """(vectors, *like.shape) random signs."""
+    return jax.vmap(lambda key: rademacher(key, like))(jax.random.split(key, vectors))
+
+
+def _pulled(
+    pull: Callable[[Stream], tuple[Streams]], cotangents: Float[Array, "K B T D"]
+) -> Float[Array, "K S B"]:
+    """Norms of the cotangents of x_0..x_L that each cotangent of x_L gives, by sequence.
+
+    A few at a time share what the backward pass recomputes; more would only take more memory.
+    """
+    return jax.lax.map(
+        lambda v: _norms(pull(v)[0]), cotangents, batch_size=min(TOGETHER, len(cotangents))
+    )
 
 
 def _norms(x: Array) -> Array:
