@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-from normstudy import frames, outcome, placements, tables
+from normstudy import frames, outcome, placements, quantities, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
@@ -28,11 +29,18 @@ def regions() -> dict[str, str]:
     """{marker: Markdown that stands between <!-- marker --> and <!-- /marker --> in README.md}."""
     return {
         "placements": tables.markdown(placements.as_rows()),
+        "quantities": tables.markdown(quantities.as_rows()),
+        "bench": tables.markdown(_bench()),
         "outcomes": "\n".join(f"- `{word}`: {says}" for word, says in outcome.WORDS.items()),
         "results": "\n\n".join(
             _result(name, heading) for name, heading in RESULTS.items() if _path(name).exists()
         ),
     }
+
+
+def _bench() -> list[dict[str, Any]]:
+    """The rows that `make bench ARGS="--json experiments/results/bench.json"` wrote."""
+    return list(json.loads(_path("bench.json").read_text(encoding="utf-8")).values())
 
 
 def fill(text: str) -> str:

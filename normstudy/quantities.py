@@ -53,6 +53,20 @@ QUANTITIES: dict[str, Quantity] = {
 GROUPS = (*dict.fromkeys(quantity.group for quantity in QUANTITIES.values()), "wiring", "finite")
 
 
+def as_rows() -> list[dict[str, str]]:
+    """The table for people."""
+    return [
+        {
+            "name": f"`{name}`",
+            "what it is": quantity.text,
+            "unit": quantity.unit,
+            "kind": quantity.kind,
+            "`--what`": quantity.group,
+        }
+        for name, quantity in QUANTITIES.items()
+    ]
+
+
 def of(name: str) -> Quantity:
     """The quantity behind a name in the logs. Raises KeyError for a name that has no line here."""
     return QUANTITIES[split(name)[0]]
