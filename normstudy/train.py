@@ -26,6 +26,7 @@ from normstudy import (
     inits,
     mesh,
     optim,
+    origin,
     outcome,
     placements,
     probes,
@@ -56,14 +57,15 @@ class Programs(NamedTuple):
     probing: Callable  # (state, batch, lr, probe_batch, unigram, key) -> (state, metrics)
     measure: Callable  # (model, probe_batch, unigram, key) -> probe
     loss: Callable  # (model, batch) -> mean loss
-    where: Callable  # (model, batch) -> what is finite
     abstract: State  # shapes, dtypes and shardings
 
 
 def token_loss(model: Model, batch: Array) -> Array:
     """Mean next-token cross-entropy in nats; batch: (B, T + 1) tokens."""
-    logits = model(batch[:, :-1]).astype(jnp.float32)
-    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    logits = model(batch[:, :-1])
+    with jax.named_scope("loss"):
+        logits = logits.astype(jnp.float32)
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
 def update(
@@ -126,7 +128,6 @@ def programs(
         probing=jax.jit(probing, donate_argnums=0, out_shardings=both),
         measure=jax.jit(measure),
         loss=jax.jit(token_loss),
-        where=jax.jit(finite_parts),
         abstract=abstract,
     )
 
@@ -164,16 +165,6 @@ def by_layer(name: str, tree: Any) -> dict[str, Array]:
             jnp.sum(square, tuple(range(1, leaf.ndim)))
         )
     return found
-
-
-def finite_parts(model: Model, batch: Array) -> dict[str, Any]:
-    """Is each part finite on this batch? The stream at each layer, and each gradient."""
-    _, streams, _ = model.stack(model.start(batch[:, :-1]))
-    gradients = jax.grad(token_loss)(model, batch)
-    return {
-        "stream": jnp.isfinite(streams).all((1, 2, 3)),
-        "gradient": jax.tree.map(lambda g: jnp.isfinite(g).all(), to_dict(gradients)),
-    }
 
 
 def probe_steps(steps: int, every: int) -> set[int]:
@@ -285,12 +276,13 @@ def _result(
     """Outcome, losses, and where it stopped being finite: what outcome.json holds."""
     put = functools.partial(mesh.put_batch, devices)
     found = outcome.classify(np.array(losses), feed.h1, run.optim.warmup)
-    where = {}
+    bad = {}
     if not state.alive:
         step = int(state.step)  # the update that was refused
-        where = _not_finite(compiled.where(state.model, put(feed.batches[step])))
         if found.word != "diverged":
             found = outcome.Outcome("diverged", step, f"a gradient is not finite at step {step}")
+        bad = _not_finite(state.model, feed.batches[step])
+        found = dataclasses.replace(found, why=f"{found.why}; {bad['sentence']}")
     curve = outcome.smooth(np.array(losses))
     finite = curve[np.isfinite(curve)]
     held_out = [compiled.loss(state.model, put(feed.held_out[i])) for i in range(run.eval_batches)]
@@ -303,7 +295,7 @@ def _result(
         "val_loss": float(np.mean(held_out)),
         "h1": feed.h1,
         "outcome_rule": dataclasses.asdict(outcome.RULE),
-        **({"not_finite": where} if where else {}),
+        **({"not_finite": bad} if bad else {}),
     }
 
 
@@ -328,16 +320,24 @@ def _identity(
     )
 
 
-def _not_finite(parts: dict[str, Any]) -> dict[str, Any]:
-    """First layer with a stream that is not finite (None: all are); gradients that are not."""
-    stream = np.asarray(parts["stream"])
-    gradients = [
-        "/".join(path_names(path))
-        for path, ok in jax.tree_util.tree_leaves_with_path(parts["gradient"])
-        if not ok
-    ]
-    return {"stream_from_layer": None if stream.all() else int(np.argmin(stream)),
-            "gradients": gradients}  # fmt: skip
+def _not_finite(model: Any, batch: np.ndarray) -> dict[str, Any]:
+    """Where loss, gradients or their norm stop being finite: a sentence, and all origins.
+
+    The refused update, replayed on this host's CPU from the parameters before it.
+    """
+
+    def judged(model: Any, batch: Array) -> tuple[Array, Any, Array]:
+        loss, gradients = jax.value_and_grad(token_loss)(model, batch)
+        with jax.named_scope("backward"), jax.named_scope("gradient_norm"):
+            return loss, gradients, optax.tree.norm(gradients)
+
+    try:
+        origins = origin.find(judged, model, batch)
+    except Exception as error:  # the run has its result: whatever ails the search must not lose it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"sentence": f"its replay on the CPU failed ({reason})", "origins": []}
+    sentence = origin.sentence(origins) if origins else "its replay on the CPU is finite"
+    return {"sentence": sentence, "origins": [found.as_dict() for found in origins]}
 
 
 @contextlib.contextmanager
