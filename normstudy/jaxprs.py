@@ -157,13 +157,14 @@ def for_cpu(program: Any) -> Any:
 
 
 def _value_for_cpu(value: Any) -> Any:
-    """A parameter of an equation; programs stand there alone or in a tuple (branches)."""
+    """A parameter of an equation; programs stand there alone or in a tuple (branches, solvers)."""
     if isinstance(value, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return None
     if isinstance(value, JAXPRS):
         return for_cpu(value)
     if isinstance(value, tuple) and any(isinstance(held, JAXPRS) for held in value):
-        return tuple(map(_value_for_cpu, value))
+        held = [_value_for_cpu(inner) for inner in value]
+        return type(value)(*held) if hasattr(value, "_fields") else tuple(held)
     return value
 
 

@@ -346,6 +346,8 @@ def _about(arrays: Sequence[Any], masks: Sequence[Mask]) -> _About:
 
 def _overflow(equation: core.JaxprEqn, inputs: list[Any], born: list[Mask]) -> float | None:
     """Largest size in float64 of the entries that overflowed; None: they do there too."""
+    if jaxprs.programs(equation):
+        return None  # they are written for their own dtype (a solver, how a scatter adds)
     wide = np.dtype(np.float64)
     parameters = {
         name: wide

@@ -276,6 +276,31 @@ def test_blame_follows_entries_not_arrays():
     assert [o.where for o in origin.find(loss, x, mask | True)] == ["masked", "real"]
 
 
+def test_blame_is_kept_apart_through_the_layers_above():
+    """NaN from layer 1 on in sequence 0, inf from layer 3 on in sequence 1."""
+
+    def layer(x, w, index):
+        with jax.named_scope("left"):
+            left = jnp.where(index == 1, jnp.sqrt(x[0] - 100), jnp.tanh(x[0] @ w))
+        with jax.named_scope("right"):
+            right = jnp.tanh(x[1] @ w) * jnp.exp(jnp.where(index == 3, 100.0, 0.0))
+        return jnp.stack([left, right])
+
+    loss, (weights, x) = stack(layer)
+
+    def masked(keep, weights, x):
+        body = lambda x, xs: (layer(x, *xs), None)
+        top = jax.lax.scan(body, x, (weights, jnp.arange(LAYERS)))[0]
+        return jnp.where(keep[:, None], top, 0).sum()
+
+    left = ("nan", 1, "left", "sqrt", "forward")
+    right = ("inf", 3, "right", "exp", "forward")
+    keep = np.array([[False, True], [True, False]])
+    assert found(masked, keep[0], weights, x) == [right]
+    assert found(masked, keep[1], weights, x) == [left]
+    assert found(loss, weights, x) == [left, right]
+
+
 def test_inf_of_an_attention_mask_is_no_origin_unless_a_whole_row_is_masked():
     def attention(logits, mask):
         with jax.named_scope("attention"):
@@ -307,6 +332,12 @@ def test_loops_and_branches_are_looked_into():
     assert found(loss, np.float32(2)) == [("inf", None, "loop", "multiply", "forward")]  # 2^128
     assert found(loss, np.float32(1.5e38)) == [("inf", None, "branch", "divide", "forward")]
     assert found(loss, np.float32(1.6e19)) == []  # 2.6e38
+
+
+def test_operation_with_programs_of_its_own_stays_one_operation():
+    solve = lambda x: jnp.linalg.solve(x * 0, jnp.ones(2))
+    (first,) = origin.find(solve, np.eye(2, dtype=np.float32))
+    assert first.kind == "nan" or first.magnitude <= 1  # 0/0 or 1/0, as the library has it
 
 
 def test_inputs_on_many_devices_are_copied_and_left_as_they_are():
