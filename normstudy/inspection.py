@@ -200,7 +200,7 @@ class _Instruments:
             where=where,
             findings={
                 group: check(state, step)
-                for group, check in (("wiring", self._wiring),)
+                for group, check in (("wiring", self._wiring), ("finite", self._finite))
                 if self.options.wants(group)
             },
         )
@@ -306,6 +306,13 @@ class _Instruments:
             alike = {tuple(v for k, v in row.items() if k not in PLACE): row for row in rows}
             rows = [{**row, "layer": f"all {len(self.layers)}"} for row in alike.values()]
         return Findings(report.sentences(), rows)
+
+    def _finite(self, state: train.State, step: int) -> Findings:
+        """Where the next update would first stop being finite."""
+        found = train.not_finite(state.model, self.feed.batches[step])
+        shown = ("kind", "layer", "where", "operation", "direction", "magnitude", "limit", "dtype")
+        rows = [{name: own[name] for name in shown} for own in found["origins"]]
+        return Findings([f"the update after step {step}: {found['sentence']}"], rows)
 
     # ---------------------------------------------------------------------------- spectra
 

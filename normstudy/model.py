@@ -39,7 +39,8 @@ class Sublayer(nnx.Module):
         def norm(name: str):
             def call(h: Stream) -> Stream:
                 own = getattr(self, name)
-                y, taps[f"inverse_sigma_{name}"] = own.measured(h)
+                with jax.named_scope(f"norm_{name}"):
+                    y, taps[f"inverse_sigma_{name}"] = own.measured(h)
                 taps[f"gain_{name}"] = own.gain()
                 return y
 
@@ -63,8 +64,11 @@ class Block(nnx.Module):
         self.mlp = Sublayer(cfg, Mlp(cfg, stds, mlp_key))
 
     def __call__(self, x: Stream, *, cut: Cut = ()) -> tuple[Stream, dict[str, Any]]:
-        x, attn = self.attn(x, cut="attn" in cut)
-        x, mlp = self.mlp(x, cut="mlp" in cut)
+        # scopes are the places that origin.py names; they change no number
+        with jax.named_scope("attn"):
+            x, attn = self.attn(x, cut="attn" in cut)
+        with jax.named_scope("mlp"):
+            x, mlp = self.mlp(x, cut="mlp" in cut)
         return x, {"attn": attn, "mlp": mlp}
 
 
@@ -89,7 +93,9 @@ class Model(nnx.Module):
         """x_0 = multiplier * E[token] + P[position]. Source: Vaswani et al. 2017, section 3.4."""
         multiplier = self.cfg.embed_multiplier
         multiplier = self.cfg.width**0.5 if multiplier is None else multiplier
-        return multiplier * self.embed[...][tokens] + self.positions[...][None, : tokens.shape[1]]
+        with jax.named_scope("embed"):
+            positions = self.positions[...][None, : tokens.shape[1]]
+            return multiplier * self.embed[...][tokens] + positions
 
     def stack(
         self, x: Stream, nudge: Streams | None = None, *, cut: Cut = ()
@@ -113,9 +119,11 @@ class Model(nnx.Module):
     def read(self, x: Stream) -> Logits:
         """Logits from x_L: final norm where the placement has one, then the readout."""
         if placements.row(self.cfg.placement).final_norm:
-            x = self.final(x)
-        readout = self.embed[...].T if self.cfg.tied else self.readout[...]
-        return x @ readout.astype(x.dtype)
+            with jax.named_scope("final_norm"):
+                x = self.final(x)
+        with jax.named_scope("readout"):
+            readout = self.embed[...].T if self.cfg.tied else self.readout[...]
+            return x @ readout.astype(x.dtype)
 
     def __call__(self, tokens: Tokens, nudge: Streams | None = None) -> Logits:
         return self.read(self.stack(self.start(tokens), nudge)[0])

@@ -31,12 +31,13 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: Stream) -> Stream:
         B, T, D = x_BTD.shape
         q, k, v = (
-            (x_BTD @ w[...].astype(x_BTD.dtype)).reshape(B, T, self.heads, D // self.heads)
-            for w in (self.q, self.k, self.v)
+            _project(name, x_BTD, w).reshape(B, T, self.heads, D // self.heads)
+            for name, w in (("q", self.q), ("k", self.k), ("v", self.v))
         )
         # the XLA implementation: fused kernels have no JVP, and the probes need every derivative
-        y_BTHK = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-        return y_BTHK.reshape(B, T, D) @ self.o[...].astype(x_BTD.dtype)
+        with jax.named_scope("attention"):
+            y_BTHK = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        return _project("o", y_BTHK.reshape(B, T, D), self.o)
 
 
 class Mlp(nnx.Module):
@@ -49,5 +50,13 @@ class Mlp(nnx.Module):
         self.down = nnx.Param(matrix(down_key, (cfg.ff, cfg.width), stds["down"]))
 
     def __call__(self, x_BTD: Stream) -> Stream:
-        h_BTF = ACTIVATIONS[self.activation](x_BTD @ self.up[...].astype(x_BTD.dtype))
-        return h_BTF @ self.down[...].astype(x_BTD.dtype)
+        h_BTF = _project("up", x_BTD, self.up)
+        with jax.named_scope("activation"):
+            h_BTF = ACTIVATIONS[self.activation](h_BTF)
+        return _project("down", h_BTF, self.down)
+
+
+def _project(name: str, x: Array, w: nnx.Param) -> Array:
+    """x @ w in the dtype of x, under the matrix's own name (a place that origin.py can name)."""
+    with jax.named_scope(name):
+        return x @ w[...].astype(x.dtype)

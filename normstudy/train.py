@@ -28,6 +28,7 @@ from normstudy import (
     inits,
     mesh,
     optim,
+    origin,
     outcome,
     placements,
     probes,
@@ -39,7 +40,6 @@ from normstudy.errors import Interrupted
 from normstudy.model import Model
 from normstudy.progress import say
 from normstudy.runlog import RunLog
-from normstudy.trees import path_names, to_dict
 
 
 class State(NamedTuple):
@@ -63,7 +63,6 @@ class Programs(NamedTuple):
     measure: Callable  # (model, probe_batch, unigram, key) -> probe
     sharpness: Callable  # (state, batch, lr, start vectors) -> (probe, where to start next time)
     loss: Callable  # (model, batch) -> mean loss
-    where: Callable  # (model, batch) -> what is finite
     abstract: State  # shapes, dtypes and shardings
 
 
@@ -75,8 +74,11 @@ def token_loss(model: Model, batch: Array) -> Array:
 def _loss_and_forward(model: Model, batch: Array) -> tuple[Array, anatomy.Forward]:
     """The loss, and what the model made of the batch on the way."""
     forward = anatomy.forward(model, batch[:, :-1])
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(forward.logits, batch[:, 1:])
-    return losses.mean(), forward
+    with jax.named_scope("loss"):
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+            forward.logits, batch[:, 1:]
+        )
+        return losses.mean(), forward
 
 
 def update(
@@ -191,7 +193,6 @@ def programs(
         measure=jax.jit(measure),
         sharpness=jax.jit(functools.partial(sharpness, optimizer=optimizer)),
         loss=jax.jit(token_loss),
-        where=jax.jit(finite_parts),
         abstract=abstract,
     )
 
@@ -217,16 +218,6 @@ def standard_deviations(run: config.Run) -> dict[str, float]:
 def probe_key(run: config.Run, step: int) -> Array:
     """Key of the probe vectors at a step."""
     return jax.random.fold_in(jax.random.key(run.seed), step)
-
-
-def finite_parts(model: Model, batch: Array) -> dict[str, Any]:
-    """Is each part finite on this batch? The stream at each layer, and each gradient."""
-    _, streams, _ = model.stack(model.start(batch[:, :-1]))
-    gradients = jax.grad(token_loss)(model, batch)
-    return {
-        "stream": jnp.isfinite(streams).all((1, 2, 3)),
-        "gradient": jax.tree.map(lambda g: jnp.isfinite(g).all(), to_dict(gradients)),
-    }
 
 
 def probe_steps(steps: int, every: int) -> set[int]:
@@ -344,12 +335,13 @@ def _result(
     """Outcome, losses, and where it stopped being finite: what outcome.json holds."""
     put = functools.partial(mesh.put_batch, devices)
     found = outcome.classify(np.array(losses), feed.h1, run.optim.warmup)
-    where = {}
+    bad = {}
     if not state.alive:
         step = int(state.step)  # the update that was refused
-        where = _not_finite(compiled.where(state.model, put(feed.batches[step])))
         if found.word != "diverged":
             found = outcome.Outcome("diverged", step, f"a gradient is not finite at step {step}")
+        bad = not_finite(state.model, feed.batches[step])
+        found = dataclasses.replace(found, why=f"{found.why}; {bad['sentence']}")
     curve = outcome.smooth(np.array(losses))
     finite = curve[np.isfinite(curve)]
     held_out = [compiled.loss(state.model, put(feed.held_out[i])) for i in range(run.eval_batches)]
@@ -362,7 +354,7 @@ def _result(
         "val_loss": float(np.mean(held_out)),
         "h1": feed.h1,
         "outcome_rule": dataclasses.asdict(outcome.RULE),
-        **({"not_finite": where} if where else {}),
+        **({"not_finite": bad} if bad else {}),
     }
 
 
@@ -387,16 +379,24 @@ def _identity(
     )
 
 
-def _not_finite(parts: dict[str, Any]) -> dict[str, Any]:
-    """First layer with a stream that is not finite (None: all are); gradients that are not."""
-    stream = np.asarray(parts["stream"])
-    gradients = [
-        "/".join(path_names(path))
-        for path, ok in jax.tree_util.tree_leaves_with_path(parts["gradient"])
-        if not ok
-    ]
-    return {"stream_from_layer": None if stream.all() else int(np.argmin(stream)),
-            "gradients": gradients}  # fmt: skip
+def not_finite(model: Any, batch: np.ndarray) -> dict[str, Any]:
+    """Where loss, gradients or their norm stop being finite: a sentence, and all origins.
+
+    The refused update, replayed on this host's CPU from the parameters before it.
+    """
+
+    def judged(model: Any, batch: Array) -> tuple[Array, Any, Array]:
+        loss, gradients = jax.value_and_grad(token_loss)(model, batch)
+        with jax.named_scope("backward"), jax.named_scope("gradient_norm"):
+            return loss, gradients, optax.tree.norm(gradients)
+
+    try:
+        origins = origin.find(judged, model, batch)
+    except Exception as error:  # the run has its result: whatever ails the search must not lose it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"sentence": f"its replay on the CPU failed ({reason})", "origins": []}
+    sentence = origin.sentence(origins) if origins else "its replay on the CPU is finite"
+    return {"sentence": sentence, "origins": [found.as_dict() for found in origins]}
 
 
 @contextlib.contextmanager

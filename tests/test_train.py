@@ -1,6 +1,7 @@
 """Training: the golden step, resuming, devices, what is recorded when it breaks."""
 
 import json
+import re
 import shutil
 import signal
 
@@ -272,10 +273,14 @@ def test_run_that_blows_up_is_a_result(drawn_study):
     assert (result["word"], result["step"]) == ("diverged", 1)
     assert "not finite" in result["stopped_because"]
     assert [row["step"] for row in rows(folder)] == [0, 1]
-    parts = result["not_finite"]
-    assert parts["stream_from_layer"] in (None, 0, 1, 2)
-    assert parts["gradients"]
-    assert set(parts["gradients"]) <= set(tiny.paths(final_state(tiny.run(), folder).model))
+    found = result["not_finite"]
+    first = found["origins"][0]
+    # a stream of 1e30 meets matrices of 1e30
+    assert (first["kind"], first["direction"]) == ("infinite", "forward")
+    assert (first["layer"], first["where"], first["operation"]) == (0, "attn/q", "matmul")
+    assert first["magnitude"] > first["limit"] == float(np.finfo(np.float32).max)
+    assert result["why"] == f"the loss is nan at step 1; {found['sentence']}"
+    assert found["sentence"].startswith("first inf: layer 0 attn/q, matmul, ")
 
 
 def test_last_checkpoint_of_a_run_that_blew_up_is_finite(drawn_study):
@@ -287,7 +292,11 @@ def test_last_checkpoint_of_a_run_that_blew_up_is_finite(drawn_study):
         assert np.isfinite(leaf).all(), path
 
 
-def script(monkeypatch, losses, gradients=None):
+def linear(model, batch):
+    return model["w"].sum()
+
+
+def script(monkeypatch, losses, gradients=None, token_loss=linear):
     """Train on a script: step n has losses[n] and gradients[n], nothing is compiled."""
     gradients = gradients or [1.0] * len(losses)
 
@@ -313,25 +322,52 @@ def script(monkeypatch, losses, gradients=None):
         probing=probing,
         measure=lambda *args: {},
         loss=lambda *args: jnp.float32(5),
-        where=lambda *args: {
-            "stream": np.array([True, False, False]),
-            "gradient": {"layers": {"q": False, "k": True}},
-        },
         abstract=state,
     )
     devices = mesh.make(config.Mesh(), 8, 8)
     monkeypatch.setattr(train, "programs_for", lambda run: (compiled, devices))
+    monkeypatch.setattr(train, "token_loss", token_loss)  # for the search of what broke
 
 
 def test_gradient_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):
     """The loss may stay finite for ever: the parameters no longer move."""
-    script(monkeypatch, [5.0] * 40, [1.0] * 20 + [np.inf] * 20)
+    root = lambda model, batch: jnp.sqrt(model["w"] - 1).sum()
+    script(monkeypatch, [5.0] * 40, [1.0] * 20 + [np.inf] * 20, root)
     result = train.train(tiny.run(steps=40), tmp_path / "run")
     assert (result["word"], result["step"]) == ("diverged", 20)
     assert "gradient" in result["why"]
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(21))
-    assert result["not_finite"] == {"stream_from_layer": 1, "gradients": ["layers/q"]}
+    (first,) = result["not_finite"]["origins"]
+    assert (first["kind"], first["operation"], first["direction"]) == (
+        "infinite", "divide", "backward"
+    )  # fmt: skip
     assert checkpoint.latest(tmp_path / "run") == 20
+
+
+@pytest.mark.parametrize(
+    "token_loss, says",
+    [
+        (
+            lambda model, batch: 1e25 * model["w"].sum(),
+            r"first inf: gradient_norm, \S+, 1\.0e50 above float32's 3\.40282e38, backward$",
+        ),
+        (linear, r"its replay on the CPU is finite$"),
+        (
+            lambda model, batch: model.nowhere,
+            r"its replay on the CPU failed \(AttributeError: .*\)",
+        ),
+        (lambda model, batch: model["w"], r"its replay on the CPU failed \(TypeError: .*\)$"),
+    ],
+    ids=["norm of gradients", "finite", "failed", "no scalar"],
+)
+def test_what_is_known_of_a_refused_update_is_said(tmp_path, monkeypatch, token_loss, says):
+    """Gradients of 1e25 are finite, their squares are not; devices need not repeat themselves."""
+    script(monkeypatch, [5.0] * 8, [1.0] * 3 + [np.inf] * 5, token_loss)
+    result = train.train(tiny.run(), tmp_path / "run")
+    assert (result["word"], result["step"]) == ("diverged", 3)
+    assert re.fullmatch(r"a gradient is not finite at step 3; " + says, result["why"])
+    assert result["why"].endswith(result["not_finite"]["sentence"])
+    assert bool(result["not_finite"]["origins"]) == ("first" in says)
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
