@@ -286,7 +286,8 @@ class _Instruments:
             train.sharpness, optimizer=optimizer, tolerance=self.options.tolerance
         )
         if self.start is None:
-            self.start = (curvature.start_vector(state.model, train.probe_key(self.run, step)),) * 2
+            random = curvature.start_vector(state.model, train.probe_key(self.run, step))
+            self.start = (random, random)
         program = self._fitted("sharpness", jax.jit(search), state, batch, lr, self.start)
         found, self.start = program(state, batch, lr, self.start)
         residuals = {name: own for name, own in found.items() if name.endswith("_residual")}

@@ -116,10 +116,11 @@ def sharpness(
 
     Names as in quantities.py, NAME_residual beside each. start: the vectors of the search before,
     or None for random ones. Decay and clipping are left out.
-    """  # fmt: skip
+    """
     loss = lambda model: token_loss(model, batch)
     if start is None:
-        start = (curvature.start_vector(state.model, jax.random.key(0)),) * 2
+        random = curvature.start_vector(state.model, jax.random.key(0))
+        start = (random, random)
     found = {"sharpness": curvature.sharpness(loss, state.model, start[0], tolerance)}
     own, threshold = found["sharpness"], theory.stability_threshold(None)
     if optimizer.optimizer != "sgd":
