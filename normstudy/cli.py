@@ -177,7 +177,7 @@ def probe(argv: Sequence[str]) -> None:
     if command.figure:
         probe_figure.check(command.figure)
     paths = [*command.paths, *([command.against] if command.against else [])]
-    found = [own for path in paths for own in inspection.inspect(path, options)]
+    found = list(inspection.inspect(paths, options))
     if command.against and len(found) != 2:
         raise UserError("--against compares one step with one step: name it by --step")
     if command.format == "json":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,30 @@ class Options:
         return group in self.what or "all" in self.what
 
 
-def inspect(path: Path, options: Options) -> Iterator[Measured]:
-    """One Measured for each step asked for, oldest first.
+def inspect(paths: Sequence[Path], options: Options) -> Iterator[Measured]:
+    """One Measured for each checkpoint asked for: path by path, oldest first.
 
     Raises UserError when there is no such checkpoint, its shapes are not those of its config, or
-    an option does not fit it; OutOfMemory when a measurement does not fit.
+    an option does not fit it; OutOfMemory when a measurement does not fit. What can be known of all
+    paths is looked at before the first is measured.
     """
-    folder, steps = _steps(path, options.steps)
-    instruments = _Instruments(_probing_config(folder, options), folder, options)
-    for step in steps:
-        yield instruments.measure(step)
+    opened = [_steps(path, options.steps) for path in paths]
+    runs = [_probing_config(folder, options) for folder, _ in opened]
+    for run in runs:
+        layers_of(options.layers, run.model.layers)
+    names = [_name(folder, run) for (folder, _), run in zip(opened, runs, strict=True)]
+    if len(set(names)) < len({folder for folder, _ in opened}):
+        names = [str(path) for path in paths]
+    for (folder, steps), run, name in zip(opened, runs, names, strict=True):
+        instruments = _Instruments(run, folder, name, options)
+        for step in steps:
+            yield instruments.measure(step)
+
+
+def _name(folder: Path, run: config.Run) -> str:
+    """What a run calls itself, with its seed where that is not 0."""
+    name = record.read_identity(folder / record.CONFIG, "run").get("name", folder.name)
+    return name if run.seed == 0 else f"{name} seed {run.seed}"
 
 
 def layers_of(text: str, depth: int) -> tuple[int, ...]:
@@ -142,8 +156,8 @@ def _probing_config(folder: Path, options: Options) -> config.Run:
 class _Instruments:
     """The compiled measurements of one run's shapes, used on one checkpoint after the other."""
 
-    def __init__(self, run: config.Run, folder: Path, options: Options):
-        self.run, self.folder, self.options = run, folder, options
+    def __init__(self, run: config.Run, folder: Path, name: str, options: Options):
+        self.run, self.folder, self.name, self.options = run, folder, name, options
         self.layers = layers_of(options.layers, run.model.layers)
         self.place = placements.row(run.model.placement)
         self.programs, self.devices = train.programs_for(run)
@@ -189,7 +203,7 @@ class _Instruments:
                 where |= found.get("where", {})
         wanted = {n for n in values if self.options.wants(quantities.of(n).group)}
         return Measured(
-            label=f"{self.folder.name} step {step}",
+            label=f"{self.name} step {step}",
             step=step,
             run=self.run,
             layers=self.layers,
@@ -208,7 +222,7 @@ class _Instruments:
     def _facts(self, step: int) -> dict[str, Any]:
         run, options = self.run, self.options
         return {
-            "checkpoint": f"step {step} of {self.folder.name}"
+            "checkpoint": f"step {step} of {self.name}"
             + (
                 ""
                 if step in checkpoint.steps(self.folder)
@@ -233,7 +247,7 @@ class _Instruments:
             return {}, {}
         for i in range(options.batches):
             if options.batches > 1:
-                say(f"{self.folder.name} step {step}: batch {i + 1} of {options.batches}")
+                say(f"{self.name} step {step}: batch {i + 1} of {options.batches}")
             batch = mesh.put_batch(self.devices, self.held_out[i])
             key = jax.random.fold_in(train.probe_key(self.run, step), i)
             with memory.told(self.advice):
@@ -376,7 +390,7 @@ class _Instruments:
 
     def _say(self, what: str, layer: int, step: int) -> None:
         if layer % 8 == 0 or layer == self.layers[-1]:
-            say(f"{self.folder.name} step {step}: {what}, layer {layer} of {self.layers[-1]}")
+            say(f"{self.name} step {step}: {what}, layer {layer} of {self.layers[-1]}")
 
 
 @jax.jit
