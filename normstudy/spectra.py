@@ -27,7 +27,9 @@ class Singular(NamedTuple):
     products: Array  # J v and J^T u taken
 
 
-def largest(apply: Callable[[Array], Array], like: Array, key: Array, tolerance: float) -> Singular:
+def largest(
+    apply: Callable[[Array], Array], like: Array, key: Array, tolerance: float | Array
+) -> Singular:
     """The largest singular value of a linear map, by restarted Golub-Kahan bidiagonalization.
 
     apply: x -> J x for x with the shape and dtype of `like`. Stops once the residual is at most
@@ -46,7 +48,7 @@ def largest(apply: Callable[[Array], Array], like: Array, key: Array, tolerance:
 
     def once(v: Array) -> tuple[Array, Array, Array]:
         found = bidiagonalize(scaled, v)
-        right = jnp.linalg.svd(_before_breakdown(found.J_small))[2]
+        right = jnp.linalg.svd(_before_breakdown(jnp.asarray(found.J_small)))[2]
         best = jnp.tensordot(right[0], jnp.nan_to_num(found.Q_tall[1]), 1)
         best = best / jnp.linalg.norm(jnp.ravel(best))
         # the recursion's own residual knows nothing of rounding in the products: take it anew

@@ -7,6 +7,9 @@ import tiny
 from normstudy import mesh, study, train
 
 mesh.start(cpu_devices=8)
+# programs run a few times here, on tiny arrays: to optimize them takes longer than that. Processes
+# that tests start are compiled as everywhere else
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -1,6 +1,7 @@
 """The smallest models and runs that still have every part, and the commands run on them."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -68,6 +69,29 @@ def tokens(cfg: config.Model, batch: int, seed: int = 0) -> jax.Array:
     """(batch, T + 1) random tokens."""
     shape = (batch, cfg.context + 1)
     return jax.numpy.asarray(np.random.default_rng(seed).integers(0, cfg.vocab, shape, np.int32))
+
+
+def jacobians(model: Model, x0: jax.Array) -> dict[str, np.ndarray]:
+    """{part: (L, B, N, N)} for attn, mlp, block and to_end, N = T D, at the streams from x_0 on.
+
+    Exact: of the sublayers by jax.jacrev, of what is made of them by the chain rule.
+    """
+    parts = {name: np.asarray(of) for name, of in _of_sublayers(model, x0).items()}
+    parts["block"] = parts["mlp"] @ parts["attn"]
+    above = list(itertools.accumulate(parts["block"][::-1], lambda top, block: top @ block))
+    return parts | {"to_end": np.array(above[::-1])}
+
+
+@jax.jit
+def _of_sublayers(model: Model, x0: jax.Array) -> dict[str, jax.Array]:
+    def jacobian(sublayer, x_BTD):
+        one = jax.jacrev(lambda x: sublayer(x[None])[0][0])
+        return jax.vmap(one)(x_BTD).reshape(len(x_BTD), x_BTD[0].size, x_BTD[0].size)
+
+    def one_layer(block, x):
+        return {"attn": jacobian(block.attn, x), "mlp": jacobian(block.mlp, block.attn(x)[0])}
+
+    return jax.vmap(one_layer)(model.layers, model.stack(x0)[1][:-1])
 
 
 def paths(tree: Any) -> list[str]:
