@@ -29,7 +29,7 @@ def stepped(request):
     @jax.jit
     def step(state, batch, lr):
         traced.append(1)
-        new, _, (gradients, _) = train.update(state, batch, lr, transform=transform)
+        new, _, (_, gradients, _) = train.update(state, batch, lr, transform=transform)
         return new, gradients
 
     model = tiny.model(cfg)

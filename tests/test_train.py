@@ -321,6 +321,7 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
         plain=plain,
         probing=probing,
         measure=lambda *args: {},
+        sharpness=lambda *args: ({}, args[-1]),
         loss=lambda *args: jnp.float32(5),
         abstract=state,
     )
@@ -485,14 +486,37 @@ def test_probes_are_dense_at_first_and_include_the_last_step():
     assert train.probe_steps(1, 50) == {0}
 
 
-def test_norms_by_layer_are_frobenius_norms(x64):
-    layers = {"attn": {"q": jnp.arange(12.0).reshape(3, 2, 2)}}
-    found = train.by_layer("weight", {"layers": layers, "embed": jnp.ones(3)})
-    assert set(found) == {"weight/attn.q"}
-    np.testing.assert_allclose(
-        found["weight/attn.q"], [np.linalg.norm(np.arange(4 * i, 4 * i + 4)) for i in range(3)],
-        rtol=1e-6,
-    )  # fmt: skip
+def test_squares_of_all_gradient_norms_add_up_to_the_global_one(finished):
+    """Also of the parameters that lie in no layer."""
+    _, folder, _ = finished
+    norms = {row["step"]: row["gradient_norm"] for row in record.read_rows(folder / record.METRICS)}
+    for probe in record.read_rows(folder / record.PROBES):
+        parts = [np.ravel(v) for name, v in probe.items() if name.startswith("gradient/")]
+        total = np.linalg.norm(np.concatenate(parts))
+        np.testing.assert_allclose(total, norms[probe["step"]], rtol=1e-5)
+
+
+def test_clipping_logs_the_raw_norm_what_is_applied_and_how_often(tmp_path):
+    """Case: clip 1, raw norm 20 -> raw 20, applied 1, clipped always."""
+    run = tiny.run(clip=1e-3, steps=4)
+    result = train.train(run, tmp_path / "run", "clipped")
+    rows = record.read_rows(tmp_path / "run" / record.METRICS)
+    assert all(row["gradient_norm"] > 1e-2 for row in rows)
+    assert [row["gradient_norm_applied"] for row in rows] == [pytest.approx(1e-3)] * 4
+    assert result["clip_fraction"] == 1.0
+    assert "gradient_norm_applied" not in record.read_rows(tmp_path / "run" / record.PROBES)[0]
+
+
+def test_sharpness_is_logged_at_every_probe_when_it_is_asked_for(tmp_path):
+    run = tiny.run(curvature=True, steps=4)
+    train.train(run, tmp_path / "run", "sharp")
+    for probe in record.read_rows(tmp_path / "run" / record.PROBES):
+        assert probe["sharpness"] > 0 and probe["sharpness_adam"] > 0
+        # float32 products: a relative residual of some 1e-3 is what they allow
+        assert probe["sharpness_residual"] < 0.02 * probe["sharpness"]
+        threshold = (2 + 2 * run.optim.b1) / (1 - run.optim.b1)
+        expected = probe["sharpness_adam"] * run.optim.lr / threshold
+        assert probe["edge_ratio"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_gains_over_xavier_are_logged(finished):
