@@ -93,6 +93,9 @@ def _steps(checkpointer: ocp.training.Checkpointer) -> list[int]:
 
 def _metadata(checkpointer: ocp.training.Checkpointer, run_folder: Path, step: int) -> Any:
     try:
-        return checkpointer.metadata(step).metadata
+        tree = checkpointer.metadata(step).metadata
+        if not isinstance(tree, dict):  # orbax only logs that it could not read its own file
+            raise ValueError("its metadata is damaged")
+        return tree
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"checkpoint {step} of {run_folder} cannot be read: {error}") from None

@@ -249,7 +249,8 @@ class _Instruments:
             if options.batches > 1:
                 say(f"{self.name} step {step}: batch {i + 1} of {options.batches}")
             batch = mesh.put_batch(self.devices, self.held_out[i])
-            key = jax.random.fold_in(train.probe_key(self.run, step), i)
+            key = train.probe_key(self.run, step)  # on the first batch the vectors of the run
+            key = jax.random.fold_in(key, i) if i else key
             with memory.told(self.advice):
                 found.append(jax.device_get(self._one_batch(state.model, batch, key)))
         errors = {

@@ -83,7 +83,15 @@ def load_config(folder: Path) -> config.Run:
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{folder} is no run folder: it has no {CONFIG}")
-    return config.from_json(json.dumps(read_identity(path, "run")["config"]), where=str(path))
+    tree = read_identity(path, "run")
+    try:
+        return config.from_json(json.dumps(tree["config"]), where=str(path))
+    except UserError as error:
+        writer, reader = tree.get("versions", {}).get("normstudy"), _version("normstudy")
+        if writer in (None, reader):
+            raise
+        message = f"{error} ({path} was written by normstudy {writer}; this is {reader})"
+        raise UserError(message) from None
 
 
 def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str, Any]:

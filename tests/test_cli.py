@@ -6,7 +6,7 @@ import sys
 import pytest
 import tiny
 
-from normstudy import cli, config, inspect_checkpoint, record, study, train
+from normstudy import cli, config, study, train
 from normstudy.placements import PLACEMENTS
 
 SMOKE = ["--preset", "smoke"]
@@ -33,9 +33,6 @@ def command(monkeypatch, capsys, no_start):
 @pytest.fixture(scope="module")
 def reproduce():
     return tiny.experiment("reproduce")
-
-
-FACTORS = ("norm_factor_post/attn", "norm_factor_post/mlp")  # of the post placement
 
 
 def assert_one_message(found, *names):
@@ -94,7 +91,7 @@ def test_unknown_command_lists_the_commands(command):
 
 def test_unknown_option_of_a_command_lists_its_options(command, tmp_path):
     found = command(cli.dispatch, "probe", tmp_path, "--stepp", "3")
-    assert_one_message(found, "'stepp'", "step", "vectors", "json")
+    assert_one_message(found, "'stepp'", "step", "vectors", "format")
 
 
 @pytest.mark.parametrize(
@@ -239,31 +236,3 @@ def test_study_prints_the_closing_table(drawn_study, capsys):
     lines = printed.out.splitlines()
     assert len(lines) == 4 and lines[0].startswith("arm") and lines[2].startswith("post/blows-up")
     assert str(out / "report.html") in printed.err
-
-
-def test_probe_prints_one_row_a_layer_and_its_json_parses(finished, command):
-    _, folder, _ = finished
-    code, out, _ = command(cli.dispatch, "probe", folder, "--vectors", "2", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert [row["layer"] for row in found["layers"]] == [0, 1]
-    assert set(found["layers"][0]) == {"layer", *inspect_checkpoint.COLUMNS, *FACTORS}
-    assert found["checkpoint"] == "step 8 of run" and found["placement"] == "post"
-
-    code, text, _ = command(cli.dispatch, "probe", folder / "ckpt" / "3", "--vectors", "2")
-    assert code == 0
-    head, *rows = text[text.index("layer") :].splitlines()
-    assert head.split() == ["layer", *inspect_checkpoint.COLUMNS, *FACTORS]
-    assert [row.split()[0] for row in rows] == ["0", "1"]
-    assert "checkpoint: step 3 of run" in text
-
-
-def test_probe_of_a_checkpoint_equals_the_probe_of_the_run(finished):
-    """Step 3 was probed in training and saved: the same model, sequences and vectors."""
-    run, folder, _ = finished
-    _, rows = inspect_checkpoint.table(folder, 3, run.probe.vectors)
-    (logged,) = [row for row in record.read_rows(folder / record.PROBES) if row["step"] == 3]
-    for row in rows:
-        for name in inspect_checkpoint.COLUMNS:
-            # float32, another program
-            assert row[name] == pytest.approx(logged[name][row["layer"]], rel=1e-4, abs=1e-6), name
