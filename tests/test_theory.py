@@ -72,3 +72,101 @@ def test_deepnorm_skip_path_product_at_48_layers_is_0_987():
     factor = 1 / math.sqrt(alpha**2 + beta**4)
     gain = theory.skip_path_gain(np.full((48, 2), factor), alpha)[0]
     assert gain == pytest.approx(0.987, abs=1e-3)
+
+
+DEEPNORM = theory.deepnorm_decoder(48)
+SUBLAYERS = 96.0
+
+# norm(alpha x + f(x)) at L = 48: alpha, gain of V and up, gain of O and down, and both criteria
+CRITERIA = {
+    "post-norm, Xavier": (1.0, 1.0, 1.0, 192, 135.8),
+    "post-norm, output projections / sqrt(2L)": (1.0, 1.0, SUBLAYERS**-0.5, 97, 96.5),
+    "Admin, alpha^2 = (n+1)/ln(n+1) - 1": (4.494833, 1.0, 1.0, 9.50, 30.2),
+    "Admin, alpha^2 = n": (SUBLAYERS**0.5, 1.0, 1.0, 2.0, 13.9),
+    "T-Fixup's weights, (9L)^(-1/4)": (1.0, 432**-0.25, 432**-0.25, 9.24, 29.8),
+    "DeepNet": (DEEPNORM.alpha, DEEPNORM.beta, DEEPNORM.beta, 1.0, 9.80),
+    "KEEL, alpha = 2L": (SUBLAYERS, 1.0, 1.0, 0.021, 1.41),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_update_criteria_at_48_layers(name):
+    alpha, v, w, sgd, sign = CRITERIA[name]
+    # printed with two to four digits: half a unit in the last one of the shortest
+    assert theory.sgd_criterion(48, alpha, v, w) == pytest.approx(sgd, rel=0.01)
+    assert theory.sign_criterion(48, alpha, v, w) == pytest.approx(sign, rel=0.004)
+
+
+def exponent(law) -> float:
+    depths = np.array([6, 12, 24, 48, 96, 192])
+    return theory.log_slope(depths, np.array([law(int(layers)) for layers in depths]))[0]
+
+
+def with_deepnorm(law):
+    def at(layers: int) -> float:
+        alpha, beta = theory.deepnorm_decoder(layers)
+        return law(layers, alpha, beta, beta)
+
+    return at
+
+
+def test_deepnet_keeps_the_sgd_update_but_lets_the_sign_update_grow_as_the_root_of_the_depth():
+    assert exponent(with_deepnorm(theory.sgd_criterion)) == pytest.approx(0, abs=1e-12)
+    assert exponent(with_deepnorm(theory.sign_criterion)) == pytest.approx(0.5, abs=1e-12)
+
+
+def test_alpha_of_twice_the_depth_keeps_the_sign_update():
+    """KEEL's alpha, the other way round from DeepNet."""
+    keel = lambda law: lambda layers: law(layers, 2.0 * layers, 1.0, 1.0)
+    assert exponent(keel(theory.sgd_criterion)) == pytest.approx(-1, abs=1e-12)
+    assert exponent(keel(theory.sign_criterion)) == pytest.approx(0, abs=1e-12)
+
+
+def test_post_norm_s_updates_grow_with_the_depth_and_with_scaled_projections_too():
+    xavier = lambda law: lambda layers: law(layers, 1.0, 1.0, 1.0)
+    scaled = lambda law: lambda layers: law(layers, 1.0, 1.0, theory.depth_scale(layers))
+    for law in (theory.sgd_criterion, theory.sign_criterion):
+        assert exponent(xavier(law)) == pytest.approx(1, abs=1e-12)
+        # 1 + 1/(2L) beside 1, 8% at the lowest depth
+        assert exponent(scaled(law)) == pytest.approx(1, abs=0.03)
+
+
+def test_top_gradient_is_free_of_the_depth_in_post_norm_and_falls_as_its_root_in_pre_norm():
+    post = lambda layers: theory.top_gradient(layers, 1.0, 1.0, 1.0, on_skip_path=True)
+    pre = lambda layers: theory.top_gradient(layers, 1.0, 1.0, 1.0, on_skip_path=False)
+    assert post(6) == post(192) == pytest.approx(2**-0.5)
+    assert pre(48) == pytest.approx(97**-0.5)
+    # 1 beside 2L = 12 at the lowest depth: -1/2 but for 1/12
+    assert exponent(pre) == pytest.approx(-0.5, abs=0.02)
+
+
+def test_top_gradient_of_deepnet_falls_as_the_root_of_the_depth():
+    """beta / alpha: what keeps the update constant."""
+    law = with_deepnorm(lambda *at: theory.top_gradient(*at, on_skip_path=True))
+    # the branch's share beta^4 / alpha^2 is 5e-4 at the lowest depth
+    assert exponent(law) == pytest.approx(-0.5, abs=1e-3)
+
+
+def test_top_gradient_of_pre_norm_with_scaled_projections_is_free_of_the_depth():
+    law = lambda layers: theory.top_gradient(
+        layers, 1.0, 1.0, theory.depth_scale(layers), on_skip_path=False
+    )
+    assert exponent(law) == pytest.approx(0, abs=1e-12)
+
+
+def test_log_slope_of_a_power_is_its_exponent():
+    depths = np.array([6, 12, 48])
+    slope, error = theory.log_slope(depths, 3.0 * depths**-0.7)
+    assert slope == pytest.approx(-0.7, abs=1e-12)
+    assert error == 0
+
+
+def test_log_slope_s_error_is_the_scatter_of_slopes():
+    """Values off by a known relative error, many times over."""
+    depths, errors = np.array([6.0, 12.0, 24.0, 96.0]), np.array([0.02, 0.01, 0.03, 0.02])
+    rng, found = np.random.default_rng(0), []
+    for _ in range(2000):
+        found.append(theory.log_slope(depths, depths * (1 + errors * rng.normal(size=4)))[0])
+    _, error = theory.log_slope(depths, depths, errors * depths)
+    # the scatter of 2000 numbers is known to 1 / sqrt(4000) = 1.6%
+    assert np.std(found) == pytest.approx(error, rel=0.06)

@@ -41,12 +41,19 @@ def model_config(**changes: Any) -> config.Model:
     return config.Model(**({"vocab": 16, **SIZES} | changes))
 
 
-def model(cfg: config.Model, seed: int = 0, dtype: Any = np.float32, jitter: float = 0.1) -> Model:
+def model(
+    cfg: config.Model,
+    seed: int = 0,
+    dtype: Any = np.float32,
+    jitter: float = 0.1,
+    stds: dict[str, float] | None = None,
+) -> Model:
     """A model with parameters from NumPy: nothing to compile, any dtype.
 
     jitter: standard deviation of the norms' scales about 1 and biases about 0.
+    stds: {role: standard deviation}; default: Xavier's, without the placement's beta.
     """
-    stds = inits.standard_deviations(cfg, config.Init(), 1.0)
+    stds = stds or inits.standard_deviations(cfg, config.Init(), 1.0)
     abstract = jax.eval_shape(lambda key: Model(cfg, stds, key), jax.random.key(0))
     random = np.random.default_rng(seed)
 
@@ -119,6 +126,7 @@ def experiment(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their own module up
     spec.loader.exec_module(module)
     return module
 
