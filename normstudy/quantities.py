@@ -76,10 +76,9 @@ def split(name: str) -> tuple[str, str]:
     """(name in the table, part): NAME, NAME_NORM/SUBLAYER or NAME/PART, e.g. ("norm_factor",
     "post/attn"). Raises KeyError for a name that has no line here.
     """
-    base, slash, part = name.partition("/")
-    while base not in QUANTITIES:
-        base, _, norm = base.rpartition("_")
-        if not base:
-            raise KeyError(f"{name} has no line in quantities.py")
-        part, slash = f"{norm}{slash}{part}", "/"
-    return base, part
+    base, _, part = name.partition("/")
+    known = [own for own in QUANTITIES if base == own or base.startswith(f"{own}_")]
+    if not known:
+        raise KeyError(f"{name} has no line in quantities.py")
+    own = max(known, key=len)
+    return own, "/".join(word for word in (base[len(own) + 1 :], part) if word)

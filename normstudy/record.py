@@ -79,11 +79,21 @@ def identity(run_config: dict[str, Any], kind: str, **extra: Any) -> dict[str, A
 
 
 def load_config(folder: Path) -> config.Run:
-    """The config of a run folder. Raises UserError when there is none or it is damaged."""
+    """The config of a run folder. Raises UserError when there is none or it is damaged, or when a
+    newer normstudy wrote what this one does not know (names both versions).
+    """
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{folder} is no run folder: it has no {CONFIG}")
-    return config.from_json(json.dumps(read_identity(path, "run")["config"]), where=str(path))
+    tree = read_identity(path, "run")
+    try:
+        return config.from_json(json.dumps(tree["config"]), where=str(path))
+    except UserError as error:
+        wrote, here = tree.get("versions", {}).get("normstudy"), _version("normstudy")
+        if wrote in (None, here):
+            raise
+        versions = f"normstudy {wrote} wrote it, this is {here}"
+        raise UserError(f"{error} ({versions}: install that one to read it)") from None
 
 
 def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str, Any]:
