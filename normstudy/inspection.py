@@ -198,7 +198,7 @@ class _Instruments:
         ):
             if self.options.wants(group):
                 with memory.told(self.advice):
-                    found = jax.device_get(instrument(state, step))
+                    found = instrument(state, step)
                 values |= found.get("values", {})
                 residuals |= found.get("residuals", {})
                 where |= found.get("where", {})
@@ -292,7 +292,8 @@ class _Instruments:
     def _update(self, state: train.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
         program = jax.jit(functools.partial(_anatomy, transform=self.transform))
-        return {"values": self._fitted("anatomy", program, state, batch, lr)(state, batch, lr)}
+        found = self._fitted("anatomy", program, state, batch, lr)(state, batch, lr)
+        return {"values": jax.device_get(found)}
 
     def _curvature(self, state: train.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
@@ -305,6 +306,7 @@ class _Instruments:
             self.start = (random, random)
         program = self._fitted("sharpness", jax.jit(search), state, batch, lr, self.start)
         found, self.start = program(state, batch, lr, self.start)
+        found = jax.device_get(found)
         residuals = {name: own for name, own in found.items() if name.endswith("_residual")}
         return {
             "values": {name: found[name] for name in found if name not in residuals},
