@@ -15,7 +15,7 @@ from normstudy.probes import by_layer, frobenius
 class Forward(NamedTuple):
     """What a model makes of a batch."""
 
-    logits: Array  # (B, T, V), float32
+    logits: Array  # (B, T, V), float32 or wider
     streams: Array  # (S, B, T, D)
     taps: dict[str, Any]  # of every sublayer, axis 0 = L
 
@@ -23,7 +23,8 @@ class Forward(NamedTuple):
 def forward(model: Any, tokens: Array) -> Forward:
     """model: has start, stack and read. tokens: (B, T)."""
     top, streams, taps = model.stack(model.start(tokens))
-    return Forward(model.read(top).astype(jnp.float32), streams, taps)
+    logits = model.read(top)
+    return Forward(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), streams, taps)
 
 
 def of_update(
@@ -67,7 +68,7 @@ def half_curvature(loss: Any, model: Any, updates: Any, batch: Array) -> Array:
     """
     gradient = lambda model: jax.grad(loss)(model, batch)
     image = jax.jvp(gradient, (model,), (updates,))[1]
-    return optax.tree.vdot(updates, image) / 2
+    return jnp.asarray(optax.tree.vdot(updates, image)) / 2
 
 
 def _loss(logits: Array, batch: Array) -> Array:

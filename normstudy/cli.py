@@ -183,7 +183,10 @@ def probe(argv: Sequence[str]) -> None:
     if command.format == "json":
         print(as_json([measured.as_dict(own) for own in found]))
     elif command.format == "csv":
-        print(frames.to_csv(measured.long_table(found)), end="")
+        numbers = measured.long_table(found)
+        if not numbers:
+            raise UserError("nothing asked for has numbers, which is all that --format csv holds")
+        print(frames.to_csv(numbers), end="")
     elif command.against:
         print(measured.side_by_side(*found))
     else:

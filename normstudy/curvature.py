@@ -28,7 +28,7 @@ class Eigenvalue(NamedTuple):
 
 
 def largest(
-    apply: Callable[[Array], Array], start: Float[Array, " N"], tolerance: float
+    apply: Callable[[Array], Array], start: Float[Array, " N"], tolerance: float | Array
 ) -> Eigenvalue:
     """The largest eigenvalue of a symmetric map on vectors, by restarted Lanczos.
 
@@ -40,8 +40,8 @@ def largest(
 
     def once(v: Array) -> tuple[Array, Array, Array]:
         found = tridiagonalize(apply, v)
-        small = _before_breakdown(found.J_small)
-        best = jnp.linalg.eigh(small)[1][:, -1] @ jnp.nan_to_num(found.Q_tall)
+        small = _before_breakdown(jnp.asarray(found.J_small))
+        best = jnp.linalg.eigh(small)[1][:, -1] @ jnp.nan_to_num(jnp.asarray(found.Q_tall))
         best = best / jnp.linalg.norm(best)
         # the recursion's own residual knows nothing of rounding in the products: take it anew
         image = apply(best)
@@ -111,4 +111,5 @@ def _before_breakdown(small: Float[Array, "K K"]) -> Float[Array, "K K"]:
     couples = jnp.diagonal(small, 1) > jnp.finfo(small.dtype).eps ** 0.75 * size
     alive = jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(couples).astype(bool)])
     both = jnp.outer(alive, alive)
-    return jnp.where(both, small, 0) + jnp.diag(jnp.where(alive, 0, -2 * size))
+    last = -2 * jnp.where(size > 0, size, 1)
+    return jnp.where(both, small, 0) + jnp.diag(jnp.where(alive, 0, last))

@@ -137,10 +137,10 @@ def _steps(path: Path, asked: str) -> tuple[Path, list[int]]:
         raise UserError(
             f"--step takes newest, all, or numbers with commas between them, not {asked!r}"
         ) from None
-    folder = path.resolve()
-    for step in wanted:
-        if step != 0 or not (folder / record.CONFIG).exists():
-            folder, _ = checkpoint.locate(path, step)
+    made_again = (path / record.CONFIG).exists()  # step 0 needs no checkpoint
+    folder = path.resolve() if made_again else checkpoint.locate(path, None)[0]
+    for step in set(wanted) - {0}:
+        checkpoint.locate(folder, step)
     return folder, sorted(set(wanted))
 
 
@@ -197,7 +197,8 @@ class _Instruments:
             ("curvature", self._curvature),
         ):
             if self.options.wants(group):
-                found = jax.device_get(instrument(state, step))
+                with memory.told(self.advice):
+                    found = instrument(state, step)
                 values |= found.get("values", {})
                 residuals |= found.get("residuals", {})
                 where |= found.get("where", {})
@@ -249,14 +250,13 @@ class _Instruments:
             if options.batches > 1:
                 say(f"{self.name} step {step}: batch {i + 1} of {options.batches}")
             batch = mesh.put_batch(self.devices, self.held_out[i])
-            key = train.probe_key(self.run, step)  # on the first batch the vectors of the run
+            key = train.probe_key(self.run, step)  # of the first batch: as in training
             key = jax.random.fold_in(key, i) if i else key
             with memory.told(self.advice):
                 found.append(jax.device_get(self._one_batch(state.model, batch, key)))
-        errors = {
-            name.replace("_se", "", 1): value for name, value in found[0].items() if "_se" in name
-        }
-        names = [name for name in found[0] if "_se" not in name]
+        of_vectors = {name for name in found[0] if name.partition("/")[0].endswith("_se")}
+        errors = {name.replace("_se", "", 1): found[0][name] for name in of_vectors}
+        names = [name for name in found[0] if name not in of_vectors]
         values = {name: np.mean([own[name] for own in found], 0) for name in names}
         if options.batches > 1:
             spread = {name: np.std([own[name] for own in found], 0, ddof=1) for name in names}
@@ -292,7 +292,8 @@ class _Instruments:
     def _update(self, state: train.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
         program = jax.jit(functools.partial(_anatomy, transform=self.transform))
-        return {"values": self._fitted("anatomy", program, state, batch, lr)(state, batch, lr)}
+        found = self._fitted("anatomy", program, state, batch, lr)(state, batch, lr)
+        return {"values": jax.device_get(found)}
 
     def _curvature(self, state: train.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
@@ -305,6 +306,7 @@ class _Instruments:
             self.start = (random, random)
         program = self._fitted("sharpness", jax.jit(search), state, batch, lr, self.start)
         found, self.start = program(state, batch, lr, self.start)
+        found = jax.device_get(found)
         residuals = {name: own for name, own in found.items() if name.endswith("_residual")}
         return {
             "values": {name: found[name] for name in found if name not in residuals},
@@ -344,8 +346,9 @@ class _Instruments:
         blocks, ends, norms = [], [], []
         for layer in self.layers:
             block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], model.layers)
-            blocks.append(of_block(block, streams[layer], key))
-            norms.append(_sigma_of_norms(block, streams[layer][:1], self.place.norms))
+            x = streams[layer]
+            blocks.append(self._fitted("block", of_block, block, x, key)(block, x, key))
+            norms.append(_sigma_of_norms(block, x[:1], self.place.norms))
             self._say("spectrum", layer, step)
         for layer in far:
             index = jnp.asarray([layer])

@@ -57,8 +57,8 @@ class Measured:
 
 
 def long_table(found: list[Measured]) -> Table:
-    """One row for each number: what a program reads. `error` is a standard error for a sampled
-    number, the residual for a lower bound, empty for an exact one.
+    """One row for each number: what a program reads. `error` is a standard error over vectors or
+    batches, the residual of a lower bound, empty for what is exact.
     """
     return [
         {
@@ -101,12 +101,14 @@ def layer_tables(own: Measured) -> list[tuple[list[str], Table]]:
 def scalar_table(found: list[Measured]) -> Table:
     """One row a quantity that has no layer, one column a checkpoint; empty when there is none."""
     names = list(dict.fromkeys(name for own in found for name in own.scalars()))
+    columns = list(zip(_headings(found), found, strict=True))
     return [
         {
             "quantity": name,
             "unit": quantities.of(name).unit,
             **{
-                own.label: _with_error(own, name, ()) if name in own.values else "" for own in found
+                heading: _with_error(own, name, ()) if name in own.values else ""
+                for heading, own in columns
             },
         }
         for name in names
@@ -120,13 +122,8 @@ def text(found: list[Measured]) -> str:
         parts.append("\n".join(f"{name}: {cell(value)}" for name, value in own.facts.items()))
         for names, table in layer_tables(own):
             parts.append(f"{_legend(names)}\n\n{tables.text(table)}")
-        for group, check in own.findings.items():
-            parts.append("\n".join(f"{group}: {sentence}" for sentence in check.sentences))
-            if check.rows:
-                parts.append(tables.text(check.rows))
-    scalars = scalar_table(found)
-    if scalars:
-        parts.append(tables.text(scalars))
+        parts += _checks(own)
+    parts += _scalars(scalar_table(found))
     return "\n\n".join(parts)
 
 
@@ -134,9 +131,10 @@ def side_by_side(a: Measured, b: Measured) -> str:
     """Two checkpoints for a terminal, one table a quantity, with the ratio b over a."""
     scalars, layered = against(a, b)
     parts = [f"{a.label} against {b.label}; ratio: the second over the first"]
-    if scalars:
-        parts.append(tables.text(scalars))
-    parts += [f"{_legend([name])}\n{tables.text(table)}" for name, table in layered]
+    parts += [f"{_legend([name])}\n\n{tables.text(table)}" for name, table in layered]
+    parts += _scalars(scalars)
+    for heading, own in zip(_headings([a, b]), (a, b), strict=True):
+        parts += [heading, *_checks(own)] if own.findings else []
     return "\n\n".join(parts)
 
 
@@ -171,20 +169,45 @@ def against(a: Measured, b: Measured) -> tuple[Table, list[tuple[str, Table]]]:
             f"--against: {a.label} has {depths[0]} layers, {b.label} has {depths[1]}; "
             "only checkpoints of the same depth stand side by side"
         )
+    left, right = _headings([a, b])
     tables = []
     for name in a.layered():
         if name in b.values and len(a.values[name]) == len(b.values[name]):
             rows = [
                 {
                     "layer": str(layer),
-                    a.label: _with_error(a, name, i),
-                    b.label: _with_error(b, name, i),
+                    left: _with_error(a, name, i),
+                    right: _with_error(b, name, i),
                     "ratio": cell(float(b.values[name][i]) / (float(a.values[name][i]) or np.nan)),
                 }
                 for layer, i in a.by_layer(name)
             ]
             tables.append((name, rows))
     return scalar_table([a, b]), tables
+
+
+def _headings(found: list[Measured]) -> list[str]:
+    """The labels, told apart where the same checkpoint stands beside itself."""
+    labels = [own.label for own in found]
+    return [
+        f"{label} ({labels[:i].count(label) + 1})" if labels.count(label) > 1 else label
+        for i, label in enumerate(labels)
+    ]
+
+
+def _checks(own: Measured) -> list[str]:
+    """Findings for a terminal: sentences, then rows."""
+    parts = []
+    for group, check in own.findings.items():
+        parts.append("\n".join(f"{group}: {sentence}" for sentence in check.sentences))
+        parts += [tables.text(check.rows)] if check.rows else []
+    return parts
+
+
+def _scalars(table: Table) -> list[str]:
+    """The table of `scalar_table` for a terminal, below what its quantities are; [] for none."""
+    names = [row["quantity"] for row in table]
+    return [f"{_legend(names)}\n\n{tables.text(table)}"] if table else []
 
 
 def _legend(names: list[str]) -> str:
@@ -194,7 +217,7 @@ def _legend(names: list[str]) -> str:
         quantity = quantities.of(name)
         unit = "" if quantity.unit == "1" else f", in {quantity.unit}"
         kind = "" if quantity.kind == "exact" else f" [{quantity.kind}]"
-        lines[quantity.text] = f"{name.split('/')[0]}: {quantity.text}{unit}{kind}"
+        lines[quantity.text] = f"{quantities.split(name)[0]}: {quantity.text}{unit}{kind}"
     return "\n".join(lines.values())
 
 
@@ -208,12 +231,11 @@ def _numbers(own: Measured) -> Iterator[tuple[str, int | None, float, float | No
 
 
 def _with_error(own: Measured, name: str, i: Any) -> str:
-    """A number for people: '1.234 ±0.005', '>= 2.5 (+0.01)' for a bound, '3.1' for an exact one."""
+    """For people: '1.234 ±0.005', '>= 2.5 (residual 0.01)' for a bound, '3.1' for what is exact."""
     value = cell(float(own.values[name][i]))
     if quantities.of(name).kind == "lower bound":
-        return f">= {value}" + (
-            f" (residual {own.residuals[name][i]:.1g})" if own.residuals else ""
-        )
+        residual = own.residuals.get(name)
+        return f">= {value}" + ("" if residual is None else f" (residual {residual[i]:.1g})")
     if name in own.errors:
         return f"{float(own.values[name][i]):#.4g} ±{float(own.errors[name][i]):.1g}"
     return value

@@ -27,8 +27,8 @@ QUANTITIES: dict[str, Quantity] = {
     "gradient":              Quantity("gradient", "nats", "exact", "Frobenius norm of the loss gradient of each matrix, before any clipping"),
     "weight":                Quantity("gradient", "1", "exact", "Frobenius norm of each matrix"),
     "jacobian_to_end":       Quantity("jacobian", "1", "sampled", "sqrt(E |J^T v|^2 / (B T D)), J = d x_L / d x_l, v random signs; 1 for the identity"),
-    "jacobian_of_block":     Quantity("jacobian", "1", "sampled", "the same for J = d x_{l+1} / d x_l"),
-    "jacobian_of_sublayer":  Quantity("jacobian", "1", "sampled", "the same for each sublayer"),
+    "jacobian_of_block":     Quantity("jacobian", "1", "sampled", "as jacobian_to_end, for J = d x_{l+1} / d x_l"),
+    "jacobian_of_sublayer":  Quantity("jacobian", "1", "sampled", "as jacobian_to_end, for J of each sublayer alone"),
     "skip_gain":             Quantity("jacobian", "1", "sampled", "jacobian_to_end with the gradient stopped in every branch: the skip path alone"),
     "skip_gain_cut":         Quantity("skips", "1", "sampled", "jacobian_to_end with the gradient stopped in the attention or in the MLP branches alone"),
     "sigma_max_of_block":    Quantity("spectrum", "1", "lower bound", "largest singular value of d x_{l+1} / d x_l, the largest over the sequences"),
@@ -37,7 +37,7 @@ QUANTITIES: dict[str, Quantity] = {
     "singular_value":        Quantity("singular-values", "1", "exact", "quantiles (max, q90, median, q10, min) of the whole spectrum of a block's Jacobian, first sequence"),
     "stable_rank":           Quantity("singular-values", "1", "exact", "sum of squared singular values over the largest squared; T D for an isometry"),
     "function_update":       Quantity("update", "1", "exact", "relative change of x_l by one update, on the batch that caused it"),
-    "logits_update":         Quantity("update", "1", "exact", "the same for the logits"),
+    "logits_update":         Quantity("update", "1", "exact", "relative change of the logits by one update, on the batch that caused it"),
     "sigma_update":          Quantity("update", "1", "exact", "mean over positions of |sigma' / sigma - 1| in each norm"),
     "loss_change":           Quantity("update", "nats", "exact", "actual change of the loss by one update, on the batch that caused it"),
     "loss_change_predicted": Quantity("update", "nats", "exact", "first-order prediction: gradient times update"),
@@ -45,7 +45,7 @@ QUANTITIES: dict[str, Quantity] = {
     "update":                Quantity("update", "1", "exact", "Frobenius norm of what the optimizer applied to each matrix"),
     "moved":                 Quantity("update", "1", "exact", "share of a matrix's entries that the update changed; below 1 updates get lost to rounding"),
     "sharpness":             Quantity("curvature", "nats", "lower bound", "largest eigenvalue of the loss's Hessian"),
-    "sharpness_adam":        Quantity("curvature", "1", "lower bound", "the same as Adam sees it, P^-1/2 H P^-1/2"),
+    "sharpness_adam":        Quantity("curvature", "1", "lower bound", "largest eigenvalue of the Hessian H as Adam sees it, P^-1/2 H P^-1/2, P what Adam divides by"),
     "edge_ratio":            Quantity("curvature", "1", "lower bound", "sharpness (Adam's where Adam runs) times learning rate over its threshold, 2 for SGD, (2 + 2 b1) / (1 - b1) for Adam; above 1 a step along that direction overshoots more each time"),
 }
 # fmt: on
@@ -76,10 +76,9 @@ def split(name: str) -> tuple[str, str]:
     """(name in the table, part): NAME, NAME_NORM/SUBLAYER or NAME/PART, e.g. ("norm_factor",
     "post/attn"). Raises KeyError for a name that has no line here.
     """
-    base, slash, part = name.partition("/")
-    while base not in QUANTITIES:
-        base, _, norm = base.rpartition("_")
-        if not base:
-            raise KeyError(f"{name} has no line in quantities.py")
-        part, slash = f"{norm}{slash}{part}", "/"
-    return base, part
+    base, _, part = name.partition("/")
+    known = [own for own in QUANTITIES if base == own or base.startswith(f"{own}_")]
+    if not known:
+        raise KeyError(f"{name} has no line in quantities.py")
+    own = max(known, key=len)
+    return own, "/".join(word for word in (base[len(own) + 1 :], part) if word)

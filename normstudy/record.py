@@ -79,7 +79,9 @@ def identity(run_config: dict[str, Any], kind: str, **extra: Any) -> dict[str, A
 
 
 def load_config(folder: Path) -> config.Run:
-    """The config of a run folder. Raises UserError when there is none or it is damaged."""
+    """The config of a run folder. Raises UserError when there is none or it is damaged, or when a
+    newer normstudy wrote what this one does not know (names both versions).
+    """
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{folder} is no run folder: it has no {CONFIG}")
@@ -87,11 +89,11 @@ def load_config(folder: Path) -> config.Run:
     try:
         return config.from_json(json.dumps(tree["config"]), where=str(path))
     except UserError as error:
-        writer, reader = tree.get("versions", {}).get("normstudy"), _version("normstudy")
-        if writer in (None, reader):
+        wrote, here = tree.get("versions", {}).get("normstudy"), _version("normstudy")
+        if wrote in (None, here):
             raise
-        message = f"{error} ({path} was written by normstudy {writer}; this is {reader})"
-        raise UserError(message) from None
+        versions = f"normstudy {wrote} wrote it, this is {here}"
+        raise UserError(f"{error} ({versions}: install that one to read it)") from None
 
 
 def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str, Any]:

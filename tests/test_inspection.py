@@ -206,7 +206,7 @@ def test_config_of_a_newer_version_is_said_to_be_one(finished, tmp_path):
     tree["config"]["model"]["rotary"] = True
     tree["versions"]["normstudy"] = "99.0"
     record.write_json(tmp_path / record.CONFIG, tree)
-    with pytest.raises(UserError, match=r"rotary.*written by normstudy 99\.0"):
+    with pytest.raises(UserError, match=r"rotary.*normstudy 99\.0 wrote it"):
         record.load_config(tmp_path)
 
 
