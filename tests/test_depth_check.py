@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from normstudy import data, placements, theory, train
+from normstudy import data, placements, probes, theory, train
 from normstudy.errors import UserError
 
 depth_check = tiny.experiment("depth_check")
@@ -40,7 +40,7 @@ def top_gradients(placement: str, seeds: int) -> list[list[dict]]:
     return [
         [
             {
-                "down": train.by_layer("gradient", depth_check.gradients(*pair))[
+                "down": probes.by_layer("gradient", depth_check.gradients(*pair))[
                     "gradient/mlp.down"
                 ][-1]
             }
