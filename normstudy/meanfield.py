@@ -9,13 +9,14 @@ The row's equation is run as it stands, on a x + b f in the place of the stream.
     N  positions of the batch, B * T        C, G, K, R  (N, N)
 
 Left out: attention is the mean over the positions so far, as for small logits, so queries and keys
-neither choose nor pass anything on; the gains of norms stay where they are; a norm's two lost
+neither choose nor pass anything on (with Xavier's, the branch share of attention over positions
+that differ is 1.5 times what this says); the gains of norms stay where they are; a norm's two lost
 directions and fluctuations between channels, O(1/D) in a block and O(L/D) over all.
 
 Sources: C and G, Poole et al. 2016 (1606.05340) and Schoenholz et al. 2017 (1611.01232); in
 attention, Noci et al. 2022 (2206.03126); K is the neural tangent kernel, Jacot et al. 2018
-(1806.07572). R is needed because x_L is as wide as the layers: for W^T W g it is the second moment
-of the Marchenko-Pastur law.
+(1806.07572). R, derived here, is needed because x_L is as wide as the layers: for W^T W g it
+is the second moment of the Marchenko-Pastur law.
 """
 
 from __future__ import annotations
