@@ -209,8 +209,8 @@ class _Instruments:
             run=self.run,
             layers=self.layers,
             facts=self._facts(step),
-            values={name: values[name] for name in values if name in wanted},
-            errors={name: errors[name] for name in errors if name in wanted},
+            values={name: np.asarray(values[name]) for name in values if name in wanted},
+            errors={name: np.asarray(errors[name]) for name in errors if name in wanted},
             residuals=residuals,
             where=where,
             findings={
