@@ -6,7 +6,7 @@ which runs the row's equation at infinite width; marker: the model at step 0, me
 
 Command   make depth      or   python experiments/depth_check.py
 Time      about 4 minutes on two CPU cores, nearly all of it compiling
-Expect    runs/depth_check/depth_check.csv and .png, and a table of exponents of L:
+Expect    runs/depth_check/depth_check.csv and .png, depth_slopes.csv, a table of exponents of L:
           the gradient of the last matrix, 0 where the skip path crosses a norm, -1/2 where not
           (Xiong et al.); the first update of DeepNet's matrices, 0 by SGD and 1/2 by sign, Adam's
           first step. With the norms' gains moving too, which beta does not scale, it grows by SGD
@@ -337,8 +337,10 @@ def main(argv: Sequence[str]) -> None:
     mesh.start(cpu_devices=1)  # models this small: what costs time is compiling, and it costs least
     table = frame(options)
     write(table, options.out)
-    print(tables.text(slopes(table, options)))
-    say(f"written: {options.out / 'depth_check.csv'} and depth_check.png")
+    exponents = slopes(table, options)
+    (options.out / "depth_slopes.csv").write_text(frames.to_csv(exponents), encoding="utf-8")
+    print(tables.text(exponents))
+    say(f"written: depth_check.csv, depth_slopes.csv and depth_check.png in {options.out}")
 
 
 # ------------------------------------------------------------------------------------- pieces

@@ -9,6 +9,7 @@ The results come from experiments/results/*.json, each the summary.json of `make
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -25,12 +26,19 @@ RESULTS = {
 }
 
 
+EXPONENTS = (
+    "gradient/mlp.down", "stream_gradient", "function_update/sgd", "function_update/sign",
+    "function_update_with_norms/sgd", "function_update_with_norms/sign",
+)  # fmt: skip
+
+
 def regions() -> dict[str, str]:
     """{marker: Markdown that stands between <!-- marker --> and <!-- /marker --> in README.md}."""
     return {
         "placements": tables.markdown(placements.as_rows()),
         "quantities": tables.markdown(quantities.as_rows()),
         "bench": tables.markdown(_bench()),
+        "depth": tables.markdown(_depth()),
         "outcomes": "\n".join(f"- `{word}`: {says}" for word, says in outcome.WORDS.items()),
         "results": "\n\n".join(
             _result(name, heading) for name, heading in RESULTS.items() if _path(name).exists()
@@ -41,6 +49,23 @@ def regions() -> dict[str, str]:
 def _bench() -> list[dict[str, Any]]:
     """The rows that `make bench ARGS="--json experiments/results/bench.json"` wrote."""
     return list(json.loads(_path("bench.json").read_text(encoding="utf-8")).values())
+
+
+def _depth() -> list[dict[str, Any]]:
+    """The rows of depth_slopes.csv that `make depth ARGS="--out experiments/results"` wrote."""
+    with _path("depth_slopes.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        {
+            "quantity": row["quantity"],
+            "placement": row["placement"],
+            "closed form": row["closed form"],
+            "mean field": row["mean field"],
+            "measured": f"{row['measured']} ± {row['se']}",
+        }
+        for row in rows
+        if row["quantity"] in EXPONENTS
+    ]
 
 
 def fill(text: str) -> str:
