@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from normstudy import frames, quantities
 from normstudy.errors import UserError
@@ -23,6 +24,7 @@ from normstudy.roles import BRANCH_MATRICES
 KINDS = (".png", ".pdf", ".svg")
 FEW = 8  # layers that are drawn as lines over the steps; more become a heat map
 SPAN = 20  # between the least and the largest value, from which on an axis is logarithmic
+DASHES = ("-", "--", ":", "-.", (0, (4, 1, 1, 1, 1, 1)))
 MANY = 3  # checkpoints of one run, from which on the step has an axis of its own
 
 
@@ -65,8 +67,12 @@ def draw(found: list[Measured], path: Path) -> None:
             axes.set_title(f"{base}{part}{unit}{bound}")
         for axes in list(grid.flat)[len(bases) :]:
             axes.remove()
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        if not along:
+        if along:  # every layer once, also one that only some panels have
+            pairs = [axes.get_legend_handles_labels() for axes in canvas.axes]
+            layers = {label: line for pair in pairs for line, label in zip(*pair, strict=True)}
+            labels = sorted(layers, key=lambda label: int(label.split()[-1]))
+            handles = [layers[label] for label in labels]
+        else:
             handles = [Line2D([], [], color=f"C{i % 10}") for i in range(len(found))]
             labels = [own.label for own in found]
         if len(labels) > 1:
@@ -99,7 +105,7 @@ def _against_layer(axes: Any, found: list[Measured], base: str) -> None:
             value = own.values[name][at]
             drawn.append(value)
             axes.plot(
-                layers, value, f"C{n % 10}", ls=("-", "--", ":", "-.")[j % 4],
+                layers, value, f"C{n % 10}", ls=DASHES[j % len(DASHES)],
                 marker=MARKERS[n % len(MARKERS)], markevery=max(1, len(layers) // 6), ms=3,
             )  # fmt: skip
             if name in own.errors:
@@ -109,6 +115,7 @@ def _against_layer(axes: Any, found: list[Measured], base: str) -> None:
         if len(shown) > 1 and i == 0:
             parts = [quantities.split(name)[1] for name in shown]
             axes.legend(axes.get_lines(), parts, fontsize=6, handlelength=2.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _scale(axes, np.concatenate(drawn))
 
 
@@ -129,20 +136,17 @@ def _shown(parts: list[str], checkpoints: int) -> list[str]:
 def _against_step(axes: Any, found: list[Measured], parts: list[str]) -> None:
     """One line a layer, over the checkpoints of a run."""
     steps = [own.step for own in found]
-    places = found[0].by_layer(parts[0])
     shades = plt.get_cmap("viridis")
+    layers = [*found[0].layers, found[0].run.model.layers]  # a layer looks alike in all panels
     everything = []
-    for n, (layer, at) in enumerate(places):
+    for layer, at in found[0].by_layer(parts[0]):
+        n = layers.index(layer)
         value = np.array([own.values[parts[0]][at] for own in found])
         everything.append(value)
         axes.plot(
-            steps, value, color=shades(0.9 * n / max(len(places) - 1, 1)),
+            steps, value, color=shades(0.9 * n / (len(layers) - 1)),
             marker=MARKERS[n % len(MARKERS)], ms=3, label=f"layer {layer}",
         )  # fmt: skip
-    if len(parts) > 1:
-        axes.annotate(
-            quantities.split(parts[0])[1], (0.02, 0.02), xycoords="axes fraction", fontsize=6
-        )
     axes.set_xscale("symlog", linthresh=1)
     _scale(axes, np.concatenate(everything))
 
@@ -157,9 +161,16 @@ def _layer_by_step(canvas: Any, axes: Any, found: list[Measured], parts: list[st
     image = axes.imshow(
         grid, norm=norm, cmap="viridis", aspect="auto", origin="lower", interpolation="nearest"
     )
-    shown = np.unique(np.linspace(0, len(found) - 1, 4).round().astype(int))
+    shown = _spread(len(found), 4)
     axes.set_xticks(shown, [str(found[i].step) for i in shown])
+    shown = _spread(len(places), 5)
+    axes.set_yticks(shown, [str(places[i][0]) for i in shown])
     canvas.colorbar(image, ax=axes)
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """At most so many of the indices 0..size-1, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, size - 1, most)})
 
 
 def _scale(axes: Any, values: np.ndarray) -> None:
