@@ -392,3 +392,19 @@ def test_probe_over_eight_devices_equals_the_probe_on_one(wide, monkeypatch):
     for name in alone:
         # float32, sums in another order: 1e-6 a sum, a hundred of them one behind the other
         np.testing.assert_allclose(spread[name], alone[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["data", "mixed", "fsdp"])
+def test_norms_by_layer_are_the_same_on_every_mesh_and_their_squares_add_up(wide, name):
+    """Case: norms counted twice under tensor parallelism. And: scanned weights equal unrolled."""
+    run = wide[name]
+    params = train.initial_state(run, train.programs_for(run)[0]).model
+    up = params.layers.mlp.f.up[...]
+    assert up.sharding.is_fully_replicated == (name == "data")
+    found = jax.device_get(jax.jit(lambda tree: probes.by_layer("weight", tree))(params))
+    squares = sum(np.sum(np.asarray(own, float) ** 2) for own in found.values())
+    np.testing.assert_allclose(squares, float(optax.tree.norm(params)) ** 2, rtol=1e-5)
+    for i in range(run.model.layers):
+        unrolled = np.linalg.norm(np.asarray(up)[i])
+        np.testing.assert_allclose(found["weight/mlp.up"][i], unrolled, rtol=1e-6)
+    assert np.shape(found["weight/embed"]) == () and np.shape(found["weight/mlp.up"]) == (2,)
