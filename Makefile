@@ -34,7 +34,7 @@ figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
