@@ -115,7 +115,7 @@ class Probe:
 
     probe_batch: int = 8  # sequences, fixed, from the validation split
     vectors: int = 2  # Rademacher vectors for each Jacobian norm
-    probe_every: int = 50  # updates; the first 50 are probed at 0,1,2,3,5,8,13,20,30,50
+    probe_every: int = 100  # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each
 
     def __post_init__(self):
