@@ -55,7 +55,8 @@ def restore(run_folder: Path, step: int, like: Any) -> Any:
         try:
             loaded = checkpointer.load(step, wanted)
         except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"checkpoint {step} of {run_folder} is damaged: {error}") from None
+            reason = _root(error)
+            raise UserError(f"checkpoint {step} of {run_folder} is damaged: {reason}") from None
         return from_dict(like, loaded)
 
 
@@ -89,6 +90,13 @@ def _open(run_folder: Path) -> ocp.training.Checkpointer:
 
 def _steps(checkpointer: ocp.training.Checkpointer) -> list[int]:
     return sorted(found.step for found in checkpointer.checkpoints)
+
+
+def _root(error: BaseException) -> str:
+    """What orbax's pages of context began with, in one line: it names the array."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0]
 
 
 def _metadata(checkpointer: ocp.training.Checkpointer, run_folder: Path, step: int) -> Any:

@@ -90,10 +90,10 @@ def load_config(folder: Path) -> config.Run:
         return config.from_json(json.dumps(tree["config"]), where=str(path))
     except UserError as error:
         wrote, here = tree.get("versions", {}).get("normstudy"), _version("normstudy")
-        if wrote in (None, here):
-            raise
-        versions = f"normstudy {wrote} wrote it, this is {here}"
-        raise UserError(f"{error} ({versions}: install that one to read it)") from None
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        if wrote not in (None, here):
+            message += f" (normstudy {wrote} wrote it, this is {here}: install that one to read it)"
+        raise UserError(message) from None
 
 
 def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str, Any]:

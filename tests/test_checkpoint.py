@@ -123,6 +123,23 @@ def test_checkpoint_whose_files_are_gone_is_a_message(saved, wide, tmp_path):
         checkpoint.restore(copy, 7, train.programs_for(wide["data"])[0].abstract)
 
 
+def test_array_that_cannot_be_read_is_named_in_one_line(saved, wide, monkeypatch):
+    """What orbax raises for a shortened file: pages about its handlers, from one useful line."""
+
+    def load(*args):
+        try:
+            raise ValueError('OUT_OF_RANGE: Error reading "opt_state.1.nu.readout"\nin a database')
+        except ValueError as error:
+            raise KeyError("Failed to load checkpointable: state\n" * 100) from error
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "load", load)
+    with pytest.raises(UserError) as error:
+        checkpoint.restore(saved[0], 7, train.programs_for(wide["data"])[0].abstract)
+    message = str(error.value)
+    assert "\n" not in message and message.endswith('Error reading "opt_state.1.nu.readout"')
+    assert f"checkpoint 7 of {saved[0]} is damaged" in message
+
+
 def test_parameters_are_stored_under_plain_names(saved):
     tree = ocp.metadata(saved[0] / "ckpt" / "7").metadata
     assert tree["model"]["layers"]["attn"]["q"].shape == (2, 32, 32)

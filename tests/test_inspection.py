@@ -1,53 +1,64 @@
 """normstudy probe: every group, steps, layers, checkpoints side by side; what is wrong is named."""
 
 import csv
-import hashlib
 import io
 import json
+import shutil
 import sys
 
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from normstudy import (
     checkpoint,
     cli,
+    config,
+    data,
     inspection,
     measured,
     memory,
+    mesh,
     quantities,
     record,
     train,
 )
 from normstudy.errors import OutOfMemory, UserError
 from normstudy.inspection import Options
+from normstudy.quantities import QUANTITIES
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
-def other_seed(tmp_path_factory):
-    """A second run of the same shape, under pre-norm and another seed."""
-    folder = tmp_path_factory.mktemp("other") / "run"
-    train.train(tiny.run(placement="pre", seed=1, steps=3), folder, "other")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def everything(finished):
-    """All groups of the finished run at steps 0, 3 and 8, and its files before and after."""
+def untouched(finished):
+    """(files of the run before, {step: all that can be measured}, files after)."""
     _, folder, _ = finished
-    before = digests(folder)
-    options = Options(what=("all",), steps="0,3,8", vectors=2)
-    return list(inspection.inspect([folder], options)), before, digests(folder)
+    before = contents(folder)
+    options = Options(what=("all",), steps="0,3", vectors=2)
+    found = {own.step: own for own in inspection.inspect([folder], options)}
+    return before, found, contents(folder)
+
+
+@pytest.fixture(scope="module")
+def everything(untouched):
+    return untouched[1]
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to be damaged."""
+    return shutil.copytree(finished[1], tmp_path / "run")
 
 
 @pytest.fixture
 def probe(monkeypatch, capsys, no_start):
-    """The command: (exit code, stdout, stderr)."""
+    """The command with two vectors: (exit code, stdout, stderr)."""
 
     def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["normstudy", "probe", *map(str, argv)])
+        monkeypatch.setattr(sys, "argv", ["normstudy", "probe", "--vectors", "2", *map(str, argv)])
         code = 0
         try:
             cli.guarded(cli.dispatch)
@@ -59,194 +70,404 @@ def probe(monkeypatch, capsys, no_start):
     return call
 
 
-def digests(folder):
-    return {
-        path: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def cheap(**changes) -> Options:
+    """What needs no program that other tests do not need, too."""
+    return Options(**({"what": ("stream",), "vectors": 2} | changes))
 
 
-def test_probing_changes_no_file_of_the_run(everything):
-    _, before, after = everything
-    assert before == after
+def edit(folder, change) -> None:
+    """Change config.json in place."""
+    tree = json.loads((folder / record.CONFIG).read_text())
+    change(tree)
+    (folder / record.CONFIG).write_text(json.dumps(tree))
 
 
-def test_every_group_is_measured_and_every_name_has_a_line(everything):
-    for own in everything[0]:
+def untrained(finished, folder, name: str, **changes):
+    """A run folder that holds a config and nothing else: step 0 is made again from it."""
+    run = config.override(finished[0], **changes)
+    tree = record.read_json(finished[1] / record.CONFIG)
+    folder.mkdir()
+    own = json.loads(config.to_json(run))
+    record.write_json(folder / record.CONFIG, tree | {"config": own, "name": name})
+    return folder
+
+
+# ------------------------------------------------------------------------- what is measured
+
+
+def test_probing_leaves_every_file_of_the_run_as_it_was(untouched):
+    before, _, after = untouched
+    assert any("ckpt" in name for name in before)
+    assert after == before
+
+
+def test_every_group_measures_all_of_its_quantities(everything):
+    assert list(everything) == [0, 3]
+    for own in everything.values():
+        assert {quantities.split(name)[0] for name in own.values} == set(QUANTITIES)
         groups = {quantities.of(name).group for name in own.values} | own.findings.keys()
         assert groups == set(quantities.GROUPS)
-        assert all(np.isfinite(values).all() for values in own.values.values())
+        for name, value in own.values.items():
+            assert np.isfinite(value).all(), name
 
 
 def test_every_sampled_number_has_an_error_and_every_bound_a_residual(everything):
-    for own in everything[0]:
-        for name in own.values:
-            kind = quantities.of(name).kind
-            assert (name in own.errors) == (kind == "sampled"), name
-            assert (name in own.residuals) == (kind == "lower bound"), name
+    for own in everything.values():
+        kinds = {name: quantities.of(name).kind for name in own.values}
+        assert set(own.errors) == {name for name in kinds if kinds[name] == "sampled"}
+        assert set(own.residuals) == {name for name in kinds if kinds[name] == "lower bound"}
+        for name, error in (own.errors | own.residuals).items():
+            assert np.shape(error) == np.shape(own.values[name]), name
+            assert (error >= 0).all(), name
+        for name, residual in own.residuals.items():
+            # the tolerance that was asked for
+            assert (residual <= 0.01 * own.values[name]).all(), name
 
 
-def test_step_0_is_made_again_as_the_run_itself_saw_it(everything, finished):
+@pytest.mark.parametrize("step", [0, 3])
+def test_probe_of_a_checkpoint_equals_the_probe_of_the_run(finished, everything, step):
+    """The same model, sequences and vectors; and the update that followed. Gradients by matrix are
+    of other sequences: the run's are those of its training batch."""
     run, folder, _ = finished
-    first, logged = everything[0][0], record.read_rows(folder / record.PROBES)[0]
-    assert first.step == logged["step"] == 0 and "made again" in first.facts["checkpoint"]
-    assert run.probe.vectors == 2  # as in the options above: the same vectors
-    names = [name for name in first.values if name in logged and not name.startswith("gradient/")]
-    assert len(names) > 20
-    for name in names:
-        # one device against eight, float32
-        np.testing.assert_allclose(first.values[name], logged[name], rtol=1e-4, atol=1e-6)
+    assert run.probe.vectors == 2  # as in the options above
+    (row,) = [r for r in record.read_rows(folder / record.PROBES) if r["step"] == step]
+    own, compared = everything[step], set()
+    for name, logged in row.items():
+        base, _, part = name.partition("/")
+        if name == "step" or base == "gradient":
+            continue
+        found = own.values.get(name)
+        if base.endswith("_se"):
+            found = own.errors[base.removesuffix("_se") + ("/" + part if part else "")]
+        # float32, another program
+        np.testing.assert_allclose(found, logged, rtol=1e-4, atol=1e-6, err_msg=name)
+        compared.add(quantities.of(name).group)
+    assert compared == {"stream", "gradient", "jacobian", "update"}
 
 
-def test_checkpoint_gives_what_the_run_logged_at_its_step(everything, finished):
-    _, folder, _ = finished
-    at_3 = everything[0][1]
-    (logged,) = [row for row in record.read_rows(folder / record.PROBES) if row["step"] == 3]
-    for name in ("jacobian_to_end", "jacobian_to_end", "skip_gain", "function_update", "rms"):
-        np.testing.assert_allclose(at_3.values[name], logged[name], rtol=1e-4, atol=1e-6)
+def test_gradients_are_of_the_held_out_batch(finished, everything):
+    """Not of the training batch: together they are the norm of the gradient of the probe's loss."""
+    run, folder, _ = finished
+    compiled, devices = train.programs_for(run)
+    state = checkpoint.restore(folder, 3, compiled.abstract)
+    batch = mesh.put_batch(devices, data.feed(run).probe_batch)
+    gradients = jax.jit(jax.grad(train.token_loss))(state.model, batch)
+    total = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradients)))
+    parts = [np.ravel(v) for n, v in everything[3].values.items() if n.startswith("gradient/")]
+    np.testing.assert_allclose(np.linalg.norm(np.concatenate(parts)), total, rtol=1e-5)
 
 
-def test_update_of_the_next_step_is_the_update_that_the_run_made(everything, finished):
-    """Step 3 of the run went on from the checkpoint of step 3."""
-    _, folder, _ = finished
-    (logged,) = [row for row in record.read_rows(folder / record.PROBES) if row["step"] == 3]
-    found = everything[0][1].values
-    for name in (name for name in logged if name.startswith(("update/", "moved/"))):
-        np.testing.assert_allclose(found[name], logged[name], rtol=1e-3, err_msg=name)
+def test_spectra_agree_with_one_another_and_with_the_norms(everything):
+    for own in everything.values():
+        values = own.values
+        of_block, to_end = values["sigma_max_of_block"], values["sigma_max_to_end"]
+        # one sequence of several, and to the tolerance of a bound
+        assert (values["singular_value/max"] <= of_block * 1.01).all()
+        np.testing.assert_allclose(to_end[-1], of_block[-1], rtol=0.01)
+        assert to_end[0] <= 1.02 * np.prod(of_block)
+        assert (values["jacobian_of_block"] <= of_block).all()
+        assert (values["jacobian_to_end"] <= to_end).all()
+        order = [f"singular_value/{part}" for part in ("max", "q90", "median", "q10", "min")]
+        assert [name for name in values if name.startswith("singular_value")] == order
+        assert (np.diff([values[name] for name in order], axis=0) <= 0).all()
+        size = own.run.model.context * own.run.model.width
+        assert (values["stable_rank"] >= 1).all() and (values["stable_rank"] <= size).all()
+        # |J|_F^2 = T D norm^2, of all sequences; the largest is a part of it
+        assert (of_block <= values["jacobian_of_block"] * (8 * size) ** 0.5 * 1.5).all()
 
 
-def test_largest_singular_value_lies_between_its_frobenius_bounds(everything):
-    """|J|_F / sqrt(rank) <= sigma_max <= |J|_F, from two independent estimators."""
-    for own in everything[0]:
-        T, D = own.run.model.context, own.run.model.width
-        norm = own.values["jacobian_of_block"]  # |J|_F^2 = T D norm^2, averaged over sequences
-        sigma = own.values["sigma_max_of_block"]
-        assert (sigma > norm / 2).all() and (sigma < norm * (T * D) ** 0.5 * 2).all()
-        whole = own.values["singular_value/max"]  # of the first sequence alone
-        assert (sigma >= whole * (1 - 1e-2)).all()
+def test_loss_falls_as_first_and_second_order_predict(everything):
+    """At step 3; at step 0 Adam's first update, a sign for every entry, is too long for either."""
+    for own in everything.values():
+        assert own.values["loss_change"] < 0 and own.values["loss_change_predicted"] < 0
+    actual, first, second = (
+        float(everything[3].values["loss_change" + kind]) for kind in ("", "_predicted", "_second")
+    )
+    assert abs(second - actual) < abs(first - actual) < 0.1 * abs(actual)
 
 
-def test_wiring_agrees_and_all_is_finite(everything):
-    for own in everything[0]:
-        assert "wired as declared" in own.findings["wiring"].sentences[0]
-        assert "finite" in own.findings["finite"].sentences[0]
+def test_float32_loses_no_update_of_a_matrix(everything):
+    moved = {n: v for n, v in everything[0].values.items() if n.startswith("moved/")}
+    rows = set(moved) - {"moved/embed"}  # of the letters that do not occur
+    assert len(rows) > 10
+    assert all((moved[name] == 1).all() for name in rows)
+    assert 0 < float(moved["moved/embed"]) < 1
+
+
+def test_checks_find_nothing_wrong_with_the_run(everything):
+    for own in everything.values():
+        assert own.findings["wiring"].sentences[0].startswith("4 of 4 sublayers wired as declared")
+        assert own.findings["finite"].sentences[0].endswith("is finite")
         assert own.findings["finite"].rows == []
 
 
+def test_facts_say_what_was_opened_and_how(everything):
+    assert everything[0].facts["checkpoint"] == "step 0 of tiny (made again from config and seed)"
+    assert everything[3].facts["checkpoint"] == "step 3 of tiny"
+    assert everything[3].label == "tiny step 3"
+    assert everything[3].facts["batches x sequences"] == "1 x 8, held out"
+
+
+def test_tables_of_everything_define_each_quantity_and_mark_bounds(everything):
+    text = measured.text([everything[3]])
+    for name, quantity in QUANTITIES.items():
+        assert quantity.text in text, name
+    bounds = [n for n in everything[3].values if quantities.of(n).kind == "lower bound"]
+    cells = sum(np.size(everything[3].values[name]) for name in bounds)
+    assert text.count(">= ") == text.count("(residual ") == cells > 5
+    assert "[lower bound]" in text
+
+
+def test_some_layers_are_those_of_the_whole(finished, everything):
+    options = cheap(what=("stream", "jacobian"), layers="-1", steps="3")
+    (own,) = inspection.inspect([finished[1]], options)
+    whole = {(r["quantity"], r["layer"]): r["value"] for r in measured.long_table([everything[3]])}
+    table = measured.long_table([own])
+    assert {row["layer"] for row in table} == {None, 1}
+    for row in table:
+        assert row["value"] == whole[row["quantity"], row["layer"]]
+
+
+def test_several_batches_give_standard_errors_over_them_for_everything(finished):
+    """The mean over batches, and the spread of that mean: also of what is exact on one."""
+    run, folder, _ = finished
+    options = Options(batches=3, sequences=4, vectors=2)
+    (own,) = inspection.inspect([folder], options)
+    assert own.facts["standard errors over"] == "batches"
+    assert own.facts["batches x sequences"] == "3 x 4, held out"
+    assert set(own.errors) == set(own.values)
+    assert (own.errors["weight/attn.q"] == 0).all()  # the weights do not depend on the text
+    compiled, _ = train.programs_for(run)
+    state = checkpoint.restore(folder, 8, compiled.abstract)
+    held_out = data.feed(config.override(run, batch=4)).held_out
+    losses = [float(compiled.loss(state.model, held_out[i])) for i in range(3)]
+    assert len(set(losses)) == 3
+    np.testing.assert_allclose(own.values["probe_loss"], np.mean(losses), rtol=1e-5)
+    error = np.std(losses, ddof=1) / 3**0.5
+    np.testing.assert_allclose(own.errors["probe_loss"], error, rtol=1e-3)
+
+
+def test_another_text_is_measured_when_it_is_named(finished, everything):
+    (own,) = inspection.inspect([finished[1]], cheap(corpus="synthetic", steps="3"))
+    assert own.facts["text"] == "synthetic"
+    assert own.values["probe_loss"] != everything[3].values["probe_loss"]
+
+
+def test_checkpoints_of_several_runs_are_told_apart(finished, copy):
+    """By name and seed; where these agree, by path."""
+    _, folder, _ = finished
+    alike = [own.label for own in inspection.inspect([folder, copy], cheap())]
+    assert alike == [f"{folder} step 8", f"{copy} step 8"]
+    edit(copy, lambda tree: tree.update(name="other"))
+    labels = [own.label for own in inspection.inspect([folder, copy], cheap())]
+    assert labels == ["tiny step 8", "other step 8"]
+
+
+def test_curvature_of_a_run_by_gradient_descent_has_no_adam_in_it(finished, tmp_path):
+    folder = untrained(finished, tmp_path / "sgd", "sgd", optimizer="sgd", clip=1.0)
+    (own,) = inspection.inspect([folder], cheap(what=("curvature",), steps="0"))
+    assert own.values.keys() == {"sharpness", "edge_ratio"}
+    expected = own.values["sharpness"] * own.run.optim.lr / 2
+    np.testing.assert_allclose(own.values["edge_ratio"], expected, rtol=1e-6)
+
+
+def test_singular_values_of_large_blocks_are_left_out_and_said_so(finished, monkeypatch, capsys):
+    monkeypatch.setattr(inspection, "WHOLE", 63)
+    (own,) = inspection.inspect([finished[1]], cheap(what=("singular-values",)))
+    assert own.values == {}
+    assert "left out, T x D = 64 is above 63" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- what is opened
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("all", (0, 1, 2, 3, 4)), ("0,1,mid,-2,-1", (0, 1, 2, 3, 4)), ("-1,0, -1", (0, 4))],
-)
-def test_layers_are_named_from_both_ends(text, expected):
-    assert inspection.layers_of(text, 5) == expected
-
-
-@pytest.mark.parametrize(("text", "says"), [("5", "layers 0 to 4"), ("-6", "0 to 4"), ("x", "'x'")])
-def test_layer_that_is_not_there_is_named(text, says):
-    with pytest.raises(UserError, match=says):
-        inspection.layers_of(text, 5)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
+    ("below", "asked", "steps"),
     [
-        ({"what": ("jacobians",)}, "Did you mean 'jacobian'"),
-        ({"vectors": 1}, "at least 2"),
-        ({"batches": 0}, "batches must be positive"),
-        ({"tolerance": -1.0}, "tolerance must be positive"),
+        ("", "newest", [8]),
+        ("", "all", [0, 3, 6, 8]),
+        ("", "6", [6]),
+        ("", "8, 0,3,3", [0, 3, 8]),
+        ("ckpt", "newest", [8]),
+        ("ckpt/3", "newest", [3]),
+        ("ckpt/3", "all", [0, 3, 6, 8]),
+        ("ckpt/3", "0,6", [0, 6]),
     ],
 )
-def test_bad_options_are_named(change, says):
+def test_steps_that_are_opened(finished, below, asked, steps):
+    folder = finished[1]
+    assert inspection._steps(folder / below, asked) == (folder.resolve(), steps)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("5", r"no checkpoint at step 5; it has \[3, 6, 8\]"),
+        ("3,5", "no checkpoint at step 5"),
+        ("-1", "no checkpoint at step -1"),
+        ("last", "--step takes newest, all, or numbers with commas between them, not 'last'"),
+        ("3;6", "not '3;6'"),
+        ("", "not ''"),
+    ],
+)
+def test_steps_that_are_not_there_are_refused(finished, asked, says):
     with pytest.raises(UserError, match=says):
-        Options(**change)
+        inspection._steps(finished[1], asked)
+
+
+def test_step_0_needs_no_checkpoint(finished, tmp_path):
+    folder = untrained(finished, tmp_path / "new", "new")
+    assert inspection._steps(folder, "0") == (folder.resolve(), [0])
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        inspection._steps(folder, "newest")
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("all", (0, 1, 2, 3, 4, 5, 6)),
+        ("0,1,mid,-2,-1", (0, 1, 3, 5, 6)),
+        ("-1, 6,6", (6,)),
+        ("-7", (0,)),
+    ],
+)
+def test_layers_are_named_from_both_ends(text, layers):
+    assert inspection.layers_of(text, 7) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("7", "--layers 7: the model has layers 0 to 6"),
+        ("0,-8", "--layers -8: the model has layers 0 to 6"),
+        ("top", "takes all, or numbers and mid with commas between them, not 'top'"),
+        ("0,,1", "not ''"),
+        ("1.5", "not '1.5'"),
+    ],
+)
+def test_layer_that_is_not_there_is_named(text, says):
+    with pytest.raises(UserError, match=says):
+        inspection.layers_of(text, 7)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"what": ("stream", "spectra")}, "'spectra'. Did you mean 'spectrum'"),
+        ({"what": ("",)}, ", ".join(quantities.GROUPS)),
+        ({"vectors": 1}, "vectors must be at least 2"),
+        ({"batches": 0}, "batches must be positive, not 0"),
+        ({"sequences": -2}, "sequences must be positive, not -2"),
+        ({"tolerance": 0.0}, "tolerance must be positive"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(option, says):
+    with pytest.raises(UserError, match=says):
+        Options(**option)
 
 
 def test_all_paths_are_looked_at_before_the_first_is_measured(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(inspection._Instruments, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(UserError, match="holds no checkpoint"):
-        list(inspection.inspect([finished[1], tmp_path], Options()))
+        list(inspection.inspect([finished[1], tmp_path], cheap()))
 
 
-def test_several_batches_give_every_number_an_error_over_the_text(finished):
-    (own,) = inspection.inspect([finished[1]], Options(batches=3, sequences=4, vectors=2))
-    assert own.errors.keys() == own.values.keys()
-    assert float(own.errors["probe_loss"]) > 0
-    assert (own.errors["weight/attn.q"] == 0).all()  # the weights do not depend on the text
+# -------------------------------------------------------------------------- what is refused
 
 
-def test_text_that_changed_since_the_run_is_refused_but_another_can_be_asked_for(
-    finished, tmp_path
-):
+def refusal(folder) -> str:
+    with pytest.raises(UserError) as error:
+        list(inspection.inspect([folder], cheap()))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_config_of_another_shape_names_the_first_path_and_both_shapes(copy):
+    edit(copy, lambda tree: tree["config"]["model"].update(ff=24))
+    message = refusal(copy)
+    assert "layers/mlp/down" in message or "layers/mlp/up" in message
+    assert "24" in message and "16" in message and "attn" not in message
+
+
+def test_config_of_another_placement_names_what_the_checkpoint_lacks(copy):
+    edit(copy, lambda tree: tree["config"]["model"].update(placement="pre"))
+    assert "the checkpoint has no model/" in refusal(copy)
+
+
+def test_field_of_a_newer_version_names_the_versions(copy):
+    def newer(tree):
+        tree["config"]["model"]["experts"] = 8
+        tree["versions"]["normstudy"] = "99.0"
+
+    edit(copy, newer)
+    message = refusal(copy)
+    assert "'experts'" in message and record.CONFIG in message
+    assert "normstudy 99.0 wrote it" in message
+
+
+def test_field_that_no_version_explains_is_an_unknown_field(copy):
+    edit(copy, lambda tree: tree["config"]["model"].update(experts=8))
+    message = refusal(copy)
+    assert "'experts'" in message and "wrote it" not in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "run"}', '{"kind": "x", "config": {}}'])
+def test_config_that_is_none_is_a_message(copy, text):
+    (copy / record.CONFIG).write_text(text)
+    assert record.CONFIG in refusal(copy)
+
+
+def test_text_that_has_changed_since_the_run_is_refused_unless_it_is_named(finished, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox " * 200, "utf-8")
-    folder = tmp_path / "run"
-    train.train(tiny.run(corpus=str(text), steps=1), folder, "moved")
     text.write_text("jumps over the lazy dog " * 200, "utf-8")
-    with pytest.raises(UserError, match=r"trained on another text.*--corpus"):
-        list(inspection.inspect([folder], Options()))
-    (own,) = inspection.inspect([folder], Options(what=("stream",), corpus=str(text)))
+    folder = untrained(finished, tmp_path / "moved", "moved", corpus=str(text))
+    with pytest.raises(UserError, match=r"trained on another text \(sha256 [0-9a-f]+\).*--corpus"):
+        list(inspection.inspect([folder], cheap(steps="0")))
+    (own,) = inspection.inspect([folder], cheap(steps="0", corpus=str(text)))
     assert own.facts["text"] == str(text)
 
 
-def test_config_of_another_width_names_the_first_path_and_both_shapes(finished, tmp_path):
-    _, folder, _ = finished
-    run = record.read_json(folder / record.CONFIG)
-    run["config"]["model"]["ff"] = 32
-    copy = tmp_path / "run"
-    copy.mkdir()
-    (copy / "ckpt").symlink_to(folder / "ckpt")
-    record.write_json(copy / record.CONFIG, run)
-    with pytest.raises(UserError, match=r"mlp/(up|down).*\(2, .*32.*\).*\(2, .*16.*\)"):
-        list(inspection.inspect([copy], Options()))
+@pytest.mark.parametrize("kept", [0, 10])
+def test_damaged_checkpoint_is_one_message(copy, probe, kept):
+    """Every file of it cut short."""
+    for file in (copy / "ckpt" / "8").rglob("*"):
+        if file.is_file() and file.name != "_CHECKPOINT_METADATA":
+            file.write_bytes(file.read_bytes()[:kept])
+    code, out, err = probe(copy, "--what", "stream")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: checkpoint 8 of") and err.count("\n") == 1
 
 
-def test_config_of_a_newer_version_is_said_to_be_one(finished, tmp_path):
-    tree = record.read_json(finished[1] / record.CONFIG)
-    tree["config"]["model"]["rotary"] = True
-    tree["versions"]["normstudy"] = "99.0"
-    record.write_json(tmp_path / record.CONFIG, tree)
-    with pytest.raises(UserError, match=r"rotary.*normstudy 99\.0 wrote it"):
-        record.load_config(tmp_path)
+def test_checkpoint_whose_files_are_gone_is_one_message(copy, probe):
+    for file in (copy / "ckpt" / "8" / "state").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    code, out, err = probe(copy, "--what", "stream")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: checkpoint 8 of") and err.count("\n") == 1
 
 
-def test_what_does_not_fit_says_what_lowers_it(finished, monkeypatch):
+def test_what_does_not_fit_says_what_lowers_it_and_is_exit_code_3(finished, monkeypatch, probe):
     monkeypatch.setattr(memory, "available", lambda: 1000)
-    with pytest.raises(OutOfMemory, match=r"GiB are free; lower --sequences \(now 8\)"):
-        list(inspection.inspect([finished[1]], Options()))
+    code, out, err = probe(finished[1])
+    assert (code, out) == (3, "")
+    assert "GiB are free; lower --sequences (now 8), or ask for less by --what" in err
+    monkeypatch.undo()
 
-
-def test_error_of_the_backend_becomes_the_same_message():
-    with (
-        pytest.raises(OutOfMemory, match=r"RESOURCE_EXHAUSTED: 3 GiB.*buy more"),
-        memory.told("buy more"),
-    ):
+    def full(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB\nat line 3")
-    with pytest.raises(jax.errors.JaxRuntimeError), memory.told("buy more"):
-        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(inspection._Instruments, "_spectrum", full)
+    with pytest.raises(OutOfMemory, match=r"RESOURCE_EXHAUSTED: 3 GiB\); lower --sequences"):
+        list(inspection.inspect([finished[1]], cheap(what=("spectrum",))))
 
 
-def test_damaged_checkpoint_is_one_message(finished, tmp_path, probe):
-    _, folder, _ = finished
-    copy = tmp_path / "run"
-    (copy / "ckpt").mkdir(parents=True)
-    (copy / record.CONFIG).write_bytes((folder / record.CONFIG).read_bytes())
-    for path in (folder / "ckpt" / "3").rglob("*"):
-        target = copy / "ckpt" / "3" / path.relative_to(folder / "ckpt" / "3")
-        if path.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes() if path.suffix else path.read_bytes()[:10])
-    assert checkpoint.steps(copy) == [3]
-    code, out, err = probe(copy)
-    assert code == 2 and out == ""
-    assert err.startswith("error: checkpoint 3 of") and "Traceback" not in err
+# -------------------------------------------------------------------------------- the command
 
 
-def test_json_has_units_kinds_layers_and_errors(finished, probe):
-    code, out, _ = probe(finished[1], "--layers", "-1", "--vectors", "2", "--format", "json")
-    (found,) = json.loads(out)
+def test_json_parses_and_has_units_kinds_layers_and_errors(finished, probe):
+    code, out, _ = probe(finished[1], "--layers", "-1", "--format", "json")
+    (found,) = json.loads(out, parse_constant=pytest.fail)
     assert code == 0
     jacobian = found["quantities"]["jacobian_to_end"]
     assert jacobian["layers"] == [1] and jacobian["kind"] == "sampled"
@@ -255,55 +476,86 @@ def test_json_has_units_kinds_layers_and_errors(finished, probe):
     assert found["quantities"]["probe_loss"]["errors"] is None
 
 
-def test_csv_has_one_row_a_number(finished, probe):
+def test_csv_is_tidy_with_one_row_a_number(finished, probe):
     code, out, _ = probe(finished[1], "--what", "stream,jacobian", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0
+    places = [(row["quantity"], row["layer"]) for row in rows]
+    assert len(set(places)) == len(places) > 20
     (row,) = [r for r in rows if r["quantity"] == "skip_gain" and r["layer"] == "1"]
     assert float(row["value"]) > 0 and float(row["error"]) >= 0 and row["kind"] == "sampled"
     assert {r["layer"] for r in rows if r["quantity"] == "rms"} == {"0", "1", "2"}  # x_L too
 
 
-def test_table_explains_every_column_and_marks_bounds(finished, probe):
-    code, out, _ = probe(finished[1], "--what", "stream,spectrum,curvature", "--step", "3")
-    assert code == 0
-    for name in ("rms", "similarity", "sigma_max_of_block"):
-        assert quantities.QUANTITIES[name].text in out
-    assert "[lower bound]" in out and ">= " in out and "step 3 of tiny" in out
+def test_csv_of_what_has_no_numbers_is_refused(finished, probe):
+    code, out, err = probe(finished[1], "--what", "wiring", "--format", "csv")
+    assert (code, out) == (2, "") and "nothing asked for has numbers" in err
+
+
+def test_table_explains_what_it_shows(finished, probe):
+    code, out, _ = probe(finished[1] / "ckpt" / "3", "--what", "stream,jacobian")
+    assert code == 0 and "checkpoint: step 3 of tiny" in out
+    for quantity in QUANTITIES.values():
+        assert (quantity.text in out) == (quantity.group in ("stream", "jacobian"))
+    assert "[sampled]" in out and "±" in out
 
 
 def test_two_runs_side_by_side_have_the_ratio_of_the_second_over_the_first(
-    finished, other_seed, probe
+    finished, tmp_path, probe
 ):
-    code, out, _ = probe(finished[1], "--against", other_seed, "--what", "stream")
-    assert code == 0 and "tiny step 8 against other seed 1 step 3" in out
-    a, b = inspection.inspect([finished[1], other_seed], Options(what=("stream",)))
+    other = untrained(finished, tmp_path / "pre", "other", placement="pre", seed=1)
+    code, out, _ = probe(finished[1], "--against", other, "--what", "stream", "--step", "0")
+    assert code == 0 and "tiny step 0 against other seed 1 step 0" in out
+    a, b = inspection.inspect([finished[1], other], cheap(steps="0"))
     _, tables = measured.against(a, b)
-    rows = dict(tables)["rms"]
-    expected = [b.values["rms"][i] / a.values["rms"][i] for i in range(3)]
-    assert [float(row["ratio"]) for row in rows] == pytest.approx(expected, rel=1e-3)
+    expected = [f"{b.values['rms'][i] / a.values['rms'][i]:.4g}" for i in range(3)]
+    assert [row["ratio"] for row in dict(tables)["rms"]] == expected
+    shown = out.split("rms: ")[1].split("\n\n")[1].splitlines()
+    assert [line.split()[-1] for line in shown] == ["ratio", *expected]
+
+
+def test_checkpoint_beside_itself_has_ratio_1(finished, probe):
+    code, out, _ = probe(finished[1], "--against", finished[1], "--what", "stream,jacobian")
+    assert code == 0
+    rows = [line for line in out.splitlines() if line[:1].isdigit()]
+    assert len(rows) > 10 and {line.split()[-1] for line in rows} == {"1"}
+    assert "tiny step 8 (1)" in out and "tiny step 8 (2)" in out
 
 
 def test_checkpoints_of_different_depth_do_not_stand_side_by_side(finished, tmp_path, probe):
-    train.train(tiny.run(layers=3, steps=1), tmp_path / "run", "deeper")
-    code, _, err = probe(finished[1], "--against", tmp_path / "run", "--what", "stream")
-    assert code == 2 and "has 2 layers" in err and "has 3" in err
+    deep = untrained(finished, tmp_path / "deep", "deeper", layers=3)
+    code, out, err = probe(
+        finished[1], "--against", deep, "--what", "wiring", "--step", "0"
+    )  # fmt: skip
+    assert (code, out) == (2, "")
+    assert "tiny step 0 has 2 layers, deeper step 0 has 3" in err
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_picture_comes_with_the_numbers_that_it_draws(
-    finished, other_seed, tmp_path, suffix, probe
-):
-    path = tmp_path / f"probe{suffix}"
-    code, _, err = probe(finished[1], other_seed, "--what", "stream,gradient", "--figure", path)
-    assert code == 0 and str(path) in err and path.stat().st_size > 5000
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["run", "run", "--against", "run"], "give one PATH beside it"),
+        (["run", "--against", "run", "--step", "0,3"], "compares one step with one step"),
+    ],
+)
+def test_against_takes_two_checkpoints(finished, argv, says, probe):
+    argv = [finished[1] if word == "run" else word for word in argv]
+    code, out, err = probe(*argv, "--what", "wiring")
+    assert (code, out) == (2, "") and says in err
+
+
+def test_picture_comes_with_the_numbers_that_it_draws(finished, copy, tmp_path, probe):
+    edit(copy, lambda tree: tree.update(name="other"))
+    path = tmp_path / "probe.png"
+    code, _, err = probe(finished[1], copy, "--what", "stream,jacobian", "--figure", path)
+    assert code == 0 and f"figure: {path}" in err and path.stat().st_size > 5000
     rows = list(csv.DictReader(io.StringIO(path.with_suffix(".csv").read_text("utf-8"))))
-    assert {row["checkpoint"] for row in rows} == {"tiny step 8", "other seed 1 step 3"}
+    assert {row["checkpoint"] for row in rows} == {"tiny step 8", "other step 8"}
 
 
 @pytest.mark.parametrize("layers", ["all", "0,-1"])
 def test_whole_run_is_drawn_over_its_steps(finished, tmp_path, layers, probe):
-    path = tmp_path / "run.png"
+    path = tmp_path / "run.pdf"
     code, _, _ = probe(
         finished[1], "--step", "all", "--layers", layers, "--what", "stream", "--figure", path
     )
@@ -327,9 +579,3 @@ def test_bad_input_is_said_before_anything_is_measured(finished, argv, says, mon
     monkeypatch.setattr(inspection._Instruments, "measure", lambda *_: pytest.fail("measured"))
     code, out, err = probe(finished[1], *argv)
     assert code == 2 and out == "" and says in err and "Traceback" not in err
-
-
-def test_curvature_of_a_run_by_gradient_descent_has_no_adam_in_it(tmp_path):
-    train.train(tiny.run(optimizer="sgd", clip=1.0, steps=1), tmp_path / "run", "sgd")
-    (own,) = inspection.inspect([tmp_path / "run"], Options(what=("curvature",)))
-    assert own.values.keys() == {"sharpness", "edge_ratio"}
