@@ -119,7 +119,8 @@ def test_krylov_space_that_becomes_invariant_is_no_trouble(x64, matrix, value):
 
 def test_one_dimension_is_enough(x64):
     found = largest(jnp.asarray([[-3.0]]), jax.random.key(0), 0.01)
-    assert float(found.value) == 3 and float(found.residual) == 0
+    # a product, a quotient and a difference in float64: one rounding each
+    assert abs(float(found.value) - 3) < 1e-15 and float(found.residual) < 1e-15
 
 
 @pytest.mark.parametrize("scale", [1e-33, 1e-25, 1e25])
