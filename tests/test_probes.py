@@ -50,20 +50,12 @@ def exact_to_end(model, x0, cut=()):
     return jnp.sqrt(jnp.sum(jacobian**2, (0, 1, 2, 4, 5, 6)) / x0.size)[:-1]
 
 
-@jax.jit
-def exact_of_parts(model, x0):
-    """{part: sqrt(||d part(x) / d x||^2 / (B T D)) in each layer}, from the whole Jacobians."""
-    streams = model.stack(x0)[1]
-    found = {"attn": [], "mlp": [], "block": []}
-    for i in range(L):
-        block, x = tiny.layer(model, i), streams[i]
-        middle = block.attn(x)[0]
-        for name, part, at in (
-            ("attn", block.attn, x), ("mlp", block.mlp, middle), ("block", block, x),
-        ):  # fmt: skip
-            jacobian = jax.jacrev(lambda x, part=part: part(x)[0])(at)
-            found[name].append(jnp.sqrt(jnp.sum(jacobian**2) / x0.size))
-    return {name: jnp.stack(norms) for name, norms in found.items()}
+def exact_norms(model, x0) -> dict[str, np.ndarray]:
+    """{part: sqrt(||J||^2 / (B T D)) in each layer}, from the whole Jacobians."""
+    return {
+        part: np.sqrt((own**2).sum((1, 2, 3)) / x0.size)
+        for part, own in tiny.jacobians(model, x0).items()
+    }
 
 
 @jax.jit
@@ -83,9 +75,9 @@ def repeated_of_parts(model, x0, keys):
     return jax.vmap(one)(keys)
 
 
-def assert_estimates_hold(found: probes.Estimate, exact) -> None:
+def assert_estimates_hold(found: probes.Estimate, exact: np.ndarray) -> None:
     """Mean square within 3 standard errors of the exact one, and the errors are what they say."""
-    norms, errors, exact = (np.asarray(a) for a in (found.norm, found.se, exact))
+    norms, errors = np.asarray(found.norm), np.asarray(found.se)
     n = len(norms)
     squares, of_squares = norms**2, 2 * norms * errors  # unbiased, unlike the norms themselves
     standard_error = np.sqrt((of_squares**2).sum(0)) / n
@@ -106,24 +98,26 @@ every_placement_and_seed = lambda test: pytest.mark.parametrize("placement", PLA
 def test_jacobian_to_end_is_the_exact_frobenius_norm(x64, placement, seed):
     model, x0 = start(seed, placement)
     keys = jax.random.split(jax.random.key(seed), 256)
-    assert_estimates_hold(repeated_to_end(model, x0, keys), exact_to_end(model, x0))
+    assert_estimates_hold(repeated_to_end(model, x0, keys), exact_norms(model, x0)["to_end"])
 
 
 @every_placement_and_seed
 def test_jacobian_of_sublayers_and_blocks_is_the_exact_frobenius_norm(x64, placement, seed):
     model, x0 = start(seed, placement)
     keys = jax.random.split(jax.random.key(seed), 256)
-    found, exact = repeated_of_parts(model, x0, keys), exact_of_parts(model, x0)
-    assert found.keys() == exact.keys() == {"attn", "mlp", "block"}
-    for part in exact:
+    found, exact = repeated_of_parts(model, x0, keys), exact_norms(model, x0)
+    assert found.keys() == {"attn", "mlp", "block"}
+    for part in found:
         assert_estimates_hold(found[part], exact[part])
 
 
-def test_jacobian_of_the_top_block_is_the_jacobian_to_the_end(double):
-    model, x0 = double[1]
-    np.testing.assert_allclose(
-        exact_of_parts(model, x0)["block"][-1], exact_to_end(model, x0)[-1], rtol=SOFTMAX
-    )
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_chain_rule_from_the_sublayers_gives_the_jacobian_of_the_whole_stack(double, seed):
+    """What the tests call exact, put together by hand, is what jax.jacrev makes of the stack."""
+    model, x0 = double[seed]
+    exact = exact_norms(model, x0)
+    np.testing.assert_allclose(exact["to_end"], exact_to_end(model, x0), rtol=SOFTMAX)
+    np.testing.assert_allclose(exact["block"][-1], exact["to_end"][-1], rtol=1e-14)
 
 
 def test_more_vectors_give_a_smaller_standard_error(x64):
@@ -396,15 +390,39 @@ def test_probe_over_eight_devices_equals_the_probe_on_one(wide, monkeypatch):
 
 @pytest.mark.parametrize("name", ["data", "mixed", "fsdp"])
 def test_norms_by_layer_are_the_same_on_every_mesh_and_their_squares_add_up(wide, name):
-    """Case: norms counted twice under tensor parallelism. And: scanned weights equal unrolled."""
+    """Case: norms counted twice under tensor parallelism."""
     run = wide[name]
-    params = train.initial_state(run, train.programs_for(run)[0]).model
-    up = params.layers.mlp.f.up[...]
+    devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
+    params = tiny.model(run.model)
+    spread = jax.device_put(params, mesh.state_shardings(devices, params))
+    up = spread.layers.mlp.f.up[...]
     assert up.sharding.is_fully_replicated == (name == "data")
-    found = jax.device_get(jax.jit(lambda tree: probes.by_layer("weight", tree))(params))
+    found = jax.device_get(jax.jit(lambda tree: probes.by_layer("weight", tree))(spread))
     squares = sum(np.sum(np.asarray(own, float) ** 2) for own in found.values())
     np.testing.assert_allclose(squares, float(optax.tree.norm(params)) ** 2, rtol=1e-5)
-    for i in range(run.model.layers):
-        unrolled = np.linalg.norm(np.asarray(up)[i])
-        np.testing.assert_allclose(found["weight/mlp.up"][i], unrolled, rtol=1e-6)
-    assert np.shape(found["weight/embed"]) == () and np.shape(found["weight/mlp.up"]) == (2,)
+    for path, leaf in tiny.leaves(params).items():
+        stacked = path.startswith("layers/")
+        by_hand = np.sqrt((leaf.astype(float) ** 2).reshape(2 if stacked else 1, -1).sum(1))
+        own = found["weight/" + path.removeprefix("layers/").replace("/", ".")]
+        assert own.shape == ((2,) if stacked else ())
+        np.testing.assert_allclose(own, by_hand if stacked else by_hand[0], rtol=1e-6)
+    assert len(found) == len(jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_norms_by_layer_of_scanned_layers_are_those_of_a_plain_list_of_layers(x64, placement):
+    model = tiny.model(dataclasses.replace(CFG, placement=placement), dtype=np.float64)
+    by_layer = jax.jit(lambda tree: probes.by_layer("weight", tree))
+    scanned = by_layer(model)
+    unrolled = [by_layer(tiny.layer(model, i)) for i in range(L)]
+    in_layers = {name for name in scanned if "." in name and not name.startswith("weight/final")}
+    assert set(unrolled[0]) == set(unrolled[1]) == in_layers
+    assert {name.rpartition(".")[2] for name in in_layers} == {
+        "q", "k", "v", "o", "up", "down", "scale", "bias"
+    }  # fmt: skip
+    for name in in_layers:
+        # float64, sums in another order
+        found = np.array([own[name] for own in unrolled])
+        np.testing.assert_allclose(scanned[name], found, rtol=1e-14, err_msg=name)
+    squares = sum(np.sum(np.asarray(own) ** 2) for own in scanned.values())
+    np.testing.assert_allclose(squares, float(optax.tree.norm(model)) ** 2, rtol=1e-13)
