@@ -535,3 +535,21 @@ def test_run_goes_on_after_its_folder_was_moved(finished, tmp_path, stopping_at)
     shutil.move(tmp_path / "here", tmp_path / "there")
     train.train(run, tmp_path / "there", "tiny")
     assert rows(tmp_path / "there") == rows(whole)
+
+
+def test_probing_step_goes_on_as_the_plain_step_does(finished):
+    """From the checkpoint at step 3: probing leaves parameters, moments and counters alone."""
+    run, folder, _ = finished
+    compiled, devices = train.programs_for(run)
+    feed = train.data.feed(run)
+    batch, probe_batch = (mesh.put_batch(devices, b) for b in (feed.batches[3], feed.probe_batch))
+    lr, unigram = jnp.float32(run.optim.lr), jnp.asarray(feed.unigram)
+    before = [checkpoint.restore(folder, 3, compiled.abstract) for _ in range(2)]  # steps donate
+    plain, scalars = compiled.plain(before[0], batch, lr)
+    key = train.probe_key(run, 3)
+    probing, values = compiled.probing(before[1], batch, lr, probe_batch, unigram, key)
+    assert jax.tree.structure(plain) == jax.tree.structure(probing)
+    tiny.assert_bit_equal(plain, probing)
+    assert {name: float(values[name]) for name in scalars} == {
+        name: float(value) for name, value in scalars.items()
+    }
