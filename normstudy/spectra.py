@@ -127,13 +127,13 @@ def whole(
 def _before_breakdown(small: Float[Array, "K K"]) -> Float[Array, "K K"]:
     """An upper bidiagonal matrix up to where the Krylov space became invariant, then zeros.
 
-    From there on the recursion divides rounding errors (or 0) by their length.
+    From there on the recursion divides rounding errors (or 0) by their length, and what it makes of
+    them may grow: so an entry is compared with those before it alone.
     """
     small = jnp.nan_to_num(small, nan=0.0, posinf=0.0, neginf=0.0)
-    least = jnp.finfo(small.dtype).eps ** 0.75 * jnp.max(jnp.abs(small))
-    goes_on = jnp.ravel(jnp.stack([
-        jnp.diagonal(small) > least, jnp.append(jnp.diagonal(small, 1) > least, False)
-    ], 1))  # row 0, its neighbour in column 1, row 1, ...  # fmt: skip
+    beside = jnp.append(jnp.diagonal(small, 1), 0)
+    entries = jnp.ravel(jnp.stack([jnp.diagonal(small), beside], 1))  # as the recursion makes them
+    goes_on = entries > jnp.finfo(small.dtype).eps ** 0.75 * jax.lax.cummax(entries)
     alive = jnp.cumprod(goes_on).astype(bool)
     columns = jnp.concatenate([jnp.ones(1, bool), alive[1:-1:2]])
     return jnp.where(jnp.outer(alive[::2], columns), small, 0)

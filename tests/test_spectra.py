@@ -99,12 +99,13 @@ RANK_ONE = np.outer(np.arange(1, 25), np.linspace(-1, 2, 24))
         (turns(3, 24), 1),
         (np.zeros((24, 24)), 0),
         (RANK_ONE, np.linalg.norm(RANK_ONE)),
+        (np.ones((24, 24)), 24),  # what follows the breakdown grows beyond all that came before
         (with_singular_values([5.0] * 4 + [1.0] * 20), 5),  # the top one four times
         (with_singular_values([5.0] * 2 + [0.0] * 22), 5),
         (np.diag([*np.ones(23), 1e-9]), 1),
         (np.eye(24, k=1), 1),  # nilpotent: a Krylov space of J alone would end in 0
     ],
-    ids=["identity", "-2I", "rotation", "zero", "rank one", "repeated", "rank two", "nearly I",
+    ids=["identity", "-2I", "rotation", "zero", "rank one", "ones", "repeated", "rank two", "nearly I",
          "nilpotent"],
 )  # fmt: skip
 def test_krylov_space_that_becomes_invariant_is_no_trouble(x64, matrix, value):
