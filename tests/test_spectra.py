@@ -105,8 +105,8 @@ RANK_ONE = np.outer(np.arange(1, 25), np.linspace(-1, 2, 24))
         (np.diag([*np.ones(23), 1e-9]), 1),
         (np.eye(24, k=1), 1),  # nilpotent: a Krylov space of J alone would end in 0
     ],
-    ids=["identity", "-2I", "rotation", "zero", "rank one", "ones", "repeated", "rank two", "nearly I",
-         "nilpotent"],
+    ids=["identity", "-2I", "rotation", "zero", "rank one", "ones", "repeated", "rank two",
+         "nearly I", "nilpotent"],
 )  # fmt: skip
 def test_krylov_space_that_becomes_invariant_is_no_trouble(x64, matrix, value):
     """The recursion then divides rounding errors by their length; one round is enough."""
