@@ -24,7 +24,7 @@ QUANTITIES: dict[str, Quantity] = {
     "norm_factor":           Quantity("stream", "1", "exact", "mean over positions of rms(gain) / sigma in each norm"),
     "branch_share":          Quantity("stream", "1", "exact", "variance of the branch over variance of the (alpha-scaled) skip path at each add"),
     "stream_gradient":       Quantity("gradient", "nats", "exact", "Frobenius norm of d loss / d x_l, all layers from one backward pass"),
-    "gradient":              Quantity("gradient", "nats", "exact", "Frobenius norm of the loss gradient of each matrix, before any clipping"),
+    "gradient":              Quantity("gradient", "nats", "exact", "Frobenius norm of the loss gradient of each matrix, before any clipping; of the training batch in the logs of a run, of the held-out batch in normstudy probe"),
     "weight":                Quantity("gradient", "1", "exact", "Frobenius norm of each matrix"),
     "jacobian_to_end":       Quantity("jacobian", "1", "sampled", "sqrt(E |J^T v|^2 / (B T D)), J = d x_L / d x_l, v random signs; 1 for the identity"),
     "jacobian_of_block":     Quantity("jacobian", "1", "sampled", "as jacobian_to_end, for J = d x_{l+1} / d x_l"),
