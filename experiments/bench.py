@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normstudy import cli, config, data, mesh, probes, record, tables, train
+from normstudy import cli, config, data, mesh, probes, programs, record, tables, train
 from normstudy.errors import UserError
 from normstudy.progress import say
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
 def jacobians() -> list[dict[str, Any]]:
     """Costs of Jacobian norms beside a plain step, of the same batch of training sequences."""
     run = config.override(config.PRESETS["cpu"], width=WIDTH, ff=4 * WIDTH, vectors=VECTORS)
-    compiled, devices = train.programs_for(run)
+    compiled, devices = programs.of(run)
     feed, lr = data.feed(run), jnp.float32(1e-3)
-    state = train.initial_state(run, compiled)
+    state = programs.initial_state(run, compiled)
     batch = mesh.put_batch(devices, feed.batches[0])
     probe_batch = mesh.put_batch(devices, feed.probe_batch)
     unigram, key = jnp.asarray(feed.unigram), train.probe_key(run, 0)

@@ -46,6 +46,7 @@ from normstudy import (
     mesh,
     placements,
     probes,
+    programs,
     tables,
     theory,
     train,
@@ -97,7 +98,7 @@ BLOCKS = "function_update_with_norms"  # gains and biases of the norms move too:
 COSINES = ("similarity",)
 
 
-gradients = jax.jit(jax.grad(train.token_loss))  # (model, batch) -> a tree like the model
+gradients = jax.jit(jax.grad(programs.token_loss))  # (model, batch) -> a tree like the model
 
 
 @jax.jit
@@ -126,15 +127,15 @@ def first_step(model: Model, batch: Array, gradients: Model) -> dict[str, Array]
 
 def measured(run: config.Run) -> dict[str, np.ndarray]:
     """What the probes and the first step see of the model at step 0, by the names of the logs."""
-    compiled, devices = train.programs_for(run)
+    compiled, devices = programs.of(run)
     feed = data.feed(run)
     batch = mesh.put_batch(devices, feed.probe_batch)
     # not by the compiled init, though bit for bit the same: this way all placements share its parts
-    model = Model(run.model, train.standard_deviations(run), jax.random.key(run.seed))
+    model = Model(run.model, programs.standard_deviations(run), jax.random.key(run.seed))
     return jax.device_get(look(compiled, model, batch, feed.unigram, train.probe_key(run, 0)))
 
 
-def look(compiled: train.Programs, model: Model, batch: Array, unigram: Any, key: Array) -> dict:
+def look(compiled: programs.Programs, model: Model, batch: Array, unigram: Any, key: Array) -> dict:
     """All measurements of one model, on the device."""
     step_0 = gradients(model, batch)
     return (
@@ -146,7 +147,7 @@ def look(compiled: train.Programs, model: Model, batch: Array, unigram: Any, key
 
 def predicted(run: config.Run) -> dict[str, Any]:
     """What the mean field says of the same model, on the same tokens."""
-    stds = train.standard_deviations(run)
+    stds = programs.standard_deviations(run)
     return meanfield.predict(run.model, stds, data.feed(run).probe_batch)
 
 
@@ -259,7 +260,7 @@ def closed_form(quantity: str, placement: str, options: Options) -> float | None
     values = []
     for layers in options.depths:
         run = run_of(options, placement, layers)
-        gains = inits.gains_over_xavier(run.model, train.standard_deviations(run))
+        gains = inits.gains_over_xavier(run.model, programs.standard_deviations(run))
         alpha = float(place.constants(layers).alpha)
         values.append(laws[quantity](layers, alpha, gains["v"], gains["o"]))
     return _rounded(theory.log_slope(np.array(options.depths), np.array(values))[0])

@@ -20,9 +20,12 @@ class Forward(NamedTuple):
     taps: dict[str, Any]  # of every sublayer, axis 0 = L
 
 
-def forward(model: Any, tokens: Array) -> Forward:
-    """model: has start, stack and read. tokens: (B, T)."""
-    top, streams, taps = model.stack(model.start(tokens))
+BATCH_AXES: Any = Forward(0, 1, 1)  # type: ignore[arg-type]  # which axis of each is B
+
+
+def forward(model: Any, tokens: Array, **how: Any) -> Forward:
+    """model: has start, stack and read; how: keywords of its stack. tokens: (B, T)."""
+    top, streams, taps = model.stack(model.start(tokens), **how)
     logits = model.read(top)
     return Forward(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), streams, taps)
 

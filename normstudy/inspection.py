@@ -28,6 +28,7 @@ from normstudy import (
     optim,
     placements,
     probes,
+    programs,
     quantities,
     record,
     schedules,
@@ -160,7 +161,7 @@ class _Instruments:
         self.run, self.folder, self.name, self.options = run, folder, name, options
         self.layers = layers_of(options.layers, run.model.layers)
         self.place = placements.row(run.model.placement)
-        self.programs, self.devices = train.programs_for(run)
+        self.programs, self.devices = programs.of(run)
         self.feed = data.feed(run)
         self._same_text()
         held_out = dataclasses.replace(run.data, batch=run.probe.probe_batch)
@@ -169,7 +170,7 @@ class _Instruments:
         self.transform = optim.direction(optim.static_part(run.optim))
         self.advice = f"lower --sequences (now {run.probe.probe_batch}), or ask for less by --what"
         self.compiled: dict[str, Callable] = {}
-        self.start: train.Starts | None = None  # where the last search for an eigenvector ended
+        self.start: programs.Starts | None = None  # where the last search for an eigenvector ended
 
     def _same_text(self) -> None:
         """Raises UserError where the text has changed since the run."""
@@ -186,7 +187,7 @@ class _Instruments:
         if step in checkpoint.steps(self.folder):
             state = checkpoint.restore(self.folder, step, self.programs.abstract)
         else:
-            state = train.initial_state(self.run, self.programs)
+            state = programs.initial_state(self.run, self.programs)
         values, errors = self._over_batches(state, step)
         residuals: dict[str, np.ndarray] = {}
         where: dict[str, np.ndarray] = {}
@@ -240,7 +241,7 @@ class _Instruments:
 
     # ------------------------------------------------------------- averaged over batches
 
-    def _over_batches(self, state: train.State, step: int) -> tuple[dict, dict]:
+    def _over_batches(self, state: programs.State, step: int) -> tuple[dict, dict]:
         """Means over the batches, and standard errors: of the vectors where there is one batch."""
         options, found = self.options, []
         one_pass = {"stream", "gradient", "jacobian", "skips"}
@@ -289,17 +290,17 @@ class _Instruments:
         batch = mesh.put_batch(self.devices, self.feed.batches[step])
         return batch, jnp.float32(self.rates[min(step, len(self.rates) - 1)])
 
-    def _update(self, state: train.State, step: int) -> dict[str, Any]:
+    def _update(self, state: programs.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
         program = jax.jit(functools.partial(_anatomy, transform=self.transform))
         found = self._fitted("anatomy", program, state, batch, lr)(state, batch, lr)
         return {"values": jax.device_get(found)}
 
-    def _curvature(self, state: train.State, step: int) -> dict[str, Any]:
+    def _curvature(self, state: programs.State, step: int) -> dict[str, Any]:
         batch, lr = self._next_batch(step)
         optimizer = optim.static_part(self.run.optim)
         search = functools.partial(
-            train.sharpness, optimizer=optimizer, tolerance=self.options.tolerance
+            programs.sharpness, optimizer=optimizer, tolerance=self.options.tolerance
         )
         if self.start is None:
             random = curvature.start_vector(state.model, train.probe_key(self.run, step))
@@ -315,9 +316,9 @@ class _Instruments:
 
     # ----------------------------------------------------------------------------- checks
 
-    def _wiring(self, state: train.State, step: int) -> Findings:
+    def _wiring(self, state: programs.State, step: int) -> Findings:
         """What the sublayers compute against what the config declares, and at step 0 the init."""
-        stds = train.standard_deviations(self.run) if step == 0 else None
+        stds = programs.standard_deviations(self.run) if step == 0 else None
         report = wiring.check_model(state.model, self.run.model, stds)
         rows = [row for row in report.rows() if row["layer"] in self.layers]
         if report.agrees:  # one line for all that are alike
@@ -325,7 +326,7 @@ class _Instruments:
             rows = [{**row, "layer": f"all {len(self.layers)}"} for row in alike.values()]
         return Findings(report.sentences(), rows)
 
-    def _finite(self, state: train.State, step: int) -> Findings:
+    def _finite(self, state: programs.State, step: int) -> Findings:
         """Where the next update would first stop being finite."""
         found = train.not_finite(state.model, self.feed.batches[step])
         shown = ("kind", "layer", "where", "operation", "direction", "magnitude", "limit", "dtype")
@@ -334,7 +335,7 @@ class _Instruments:
 
     # ---------------------------------------------------------------------------- spectra
 
-    def _spectrum(self, state: train.State, step: int) -> dict[str, Any]:
+    def _spectrum(self, state: programs.State, step: int) -> dict[str, Any]:
         model, key = state.model, train.probe_key(self.run, step)
         batch = mesh.put_batch(self.devices, self.held_out[0])
         x0, streams = _streams(model, batch)
@@ -371,7 +372,7 @@ class _Instruments:
             },
         }
 
-    def _singular_values(self, state: train.State, step: int) -> dict[str, Any]:
+    def _singular_values(self, state: programs.State, step: int) -> dict[str, Any]:
         size = self.run.model.context * self.run.model.width
         if size > WHOLE:
             say(f"singular-values: left out, T x D = {size} is above {WHOLE}")
@@ -405,7 +406,7 @@ def _streams(model: Any, batch: Array) -> tuple[Array, Array]:
 
 @jax.jit
 def _gradients(model: Any, batch: Array) -> dict[str, Array]:
-    gradients = jax.grad(train.token_loss)(model, batch)
+    gradients = jax.grad(programs.token_loss)(model, batch)
     return probes.by_layer("gradient", gradients) | probes.by_layer("weight", model)
 
 
@@ -419,12 +420,12 @@ def _skips(model: Any, batch: Array, key: Array, vectors: int) -> dict[str, Arra
 
 
 def _anatomy(
-    state: train.State, batch: Array, lr: Array, transform: optax.GradientTransformation
+    state: programs.State, batch: Array, lr: Array, transform: optax.GradientTransformation
 ) -> dict[str, Array]:
-    new, _, (forward, gradients, updates) = train.update(state, batch, lr, transform=transform)
+    new, _, (forward, gradients, updates) = programs.update(state, batch, lr, transform=transform)
     models = (state.model, new.model)
     found = anatomy.of_update(models, forward, gradients, updates, batch)
-    half = anatomy.half_curvature(train.token_loss, state.model, updates, batch)
+    half = anatomy.half_curvature(programs.token_loss, state.model, updates, batch)
     return {
         **found,
         "loss_change_second": found["loss_change_predicted"] + half,

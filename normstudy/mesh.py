@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -92,6 +93,15 @@ def state_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(rule, tree)
 
 
+def placed(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays with these shardings."""
+    return jax.tree.map(
+        lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+        tree,
+        shardings,
+    )
+
+
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Every device holds the whole."""
     return NamedSharding(mesh, PartitionSpec())
@@ -101,3 +111,65 @@ def put_batch(mesh: jax.sharding.Mesh, batch: np.ndarray) -> jax.Array:
     """A batch (B, ...), the same on every process, laid out by its first axis."""
     sharding = NamedSharding(mesh, PartitionSpec(BATCH))
     return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+
+
+def data_alone(devices: jax.sharding.Mesh) -> bool:
+    """Is the data axis the only one that splits anything?"""
+    return devices.size == devices.shape["data"]
+
+
+def mean_over_data(devices: jax.sharding.Mesh, f: Callable, axes: Any) -> Callable:
+    """f(model, batch) -> ((loss, aux), gradients), each part of the data axis on its own rows.
+
+    Loss and gradients are averaged once, at the end. Left to the compiler, the average of the
+    gradients of a scanned stack stands in the scan, and all devices meet once for every layer.
+    That is so where fsdp or tensor split the parameters, which takes them to meet in any case.
+    axes: in the structure of aux, or of its top, the axis that is the batch.
+    """
+    if not data_alone(devices):
+        return f
+
+    def part(model, batch):
+        # a gradient by something that all parts share would be summed where it arises: in the scan
+        model = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), model)
+        (loss, aux), gradients = f(model, batch)
+        loss, gradients = jax.lax.pmean((loss, gradients), "data")
+        return (loss, aux), gradients
+
+    split = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, "data"), axes)
+    return jax.shard_map(
+        part,
+        mesh=devices,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=((PartitionSpec(), split), PartitionSpec()),
+    )
+
+
+def can_spread(devices: jax.sharding.Mesh, members: int) -> bool:
+    """Can each part of the data axis take as many members for itself as any other?"""
+    return data_alone(devices) and members % devices.size == 0
+
+
+def of_members(alone: Any, spread: bool) -> Any:
+    """Shardings of stacked members, axis 0 = M, from the abstract state of one.
+
+    spread: over the data axis; otherwise every part of it holds all of them.
+    """
+    first = "data" if spread else None
+    return jax.tree.map(
+        lambda leaf: NamedSharding(leaf.sharding.mesh, PartitionSpec(first, *leaf.sharding.spec)),
+        alone,
+    )
+
+
+def members_over_data(devices: jax.sharding.Mesh, f: Callable, axes: tuple) -> Callable:
+    """f of stacked members, each part of the data axis on its own: they never meet.
+
+    axes: of each argument, 0 where its axis 0 is the members, None where they share it.
+    """
+    return jax.shard_map(
+        f,
+        mesh=devices,
+        in_specs=tuple(PartitionSpec("data") if a == 0 else PartitionSpec() for a in axes),
+        out_specs=PartitionSpec("data"),
+    )

@@ -14,6 +14,7 @@ from normstudy import config, placements
 from normstudy.dims import Logits, Stream, Streams, Tokens
 from normstudy.inits import matrix
 from normstudy.norms import Norm
+from normstudy.operations import PLAIN, Operations
 from normstudy.sublayers import Attention, Mlp
 
 Cut = tuple[str, ...]  # the sublayers through whose branches no gradient goes: attn, mlp
@@ -27,8 +28,10 @@ class Sublayer(nnx.Module):
         for name in placements.row(cfg.placement).norms:
             setattr(self, name, Norm(cfg.norm, cfg.width, cfg.norm_eps))
 
-    def __call__(self, x: Stream, *, cut: bool = False) -> tuple[Stream, dict[str, Array]]:
-        """The stream after this sublayer, and its taps: (B, T) each, but for the scalar gains.
+    def __call__(
+        self, x: Stream, *, cut: bool = False, ops: Operations = PLAIN
+    ) -> tuple[Stream, dict[str, Array]]:
+        """The stream after this sublayer, and its taps: (B, T) each.
 
         cut: stop the gradient through the branch, so that derivatives see the skip path alone.
         """
@@ -41,13 +44,13 @@ class Sublayer(nnx.Module):
                 own = getattr(self, name)
                 with jax.named_scope(f"norm_{name}"):
                     y, taps[f"inverse_sigma_{name}"] = own.measured(h)
-                taps[f"gain_{name}"] = own.gain()
+                taps[f"gain_{name}"] = jnp.broadcast_to(own.gain(), h.shape[:-1])
                 return y
 
             return call
 
         def branch(h: Stream) -> Stream:
-            y = self.f(h)  # type: ignore[operator]
+            y = self.f(h, ops)  # type: ignore[operator]
             taps["branch_variance"], taps["skip_variance"] = _variance(y), _variance(c.alpha * x)
             return jax.lax.stop_gradient(y) if cut else y
 
@@ -63,12 +66,14 @@ class Block(nnx.Module):
         self.attn = Sublayer(cfg, Attention(cfg, stds, attn_key))
         self.mlp = Sublayer(cfg, Mlp(cfg, stds, mlp_key))
 
-    def __call__(self, x: Stream, *, cut: Cut = ()) -> tuple[Stream, dict[str, Any]]:
+    def __call__(
+        self, x: Stream, *, cut: Cut = (), ops: Operations = PLAIN
+    ) -> tuple[Stream, dict[str, Any]]:
         # scopes are the places that origin.py names; they change no number
         with jax.named_scope("attn"):
-            x, attn = self.attn(x, cut="attn" in cut)
+            x, attn = self.attn(x, cut="attn" in cut, ops=ops)
         with jax.named_scope("mlp"):
-            x, mlp = self.mlp(x, cut="mlp" in cut)
+            x, mlp = self.mlp(x, cut="mlp" in cut, ops=ops)
         return x, {"attn": attn, "mlp": mlp}
 
 
@@ -98,14 +103,19 @@ class Model(nnx.Module):
             return multiplier * self.embed[...][tokens] + positions
 
     def stack(
-        self, x: Stream, nudge: Streams | None = None, *, cut: Cut = ()
+        self,
+        x: Stream,
+        nudge: Streams | None = None,
+        *,
+        cut: Cut = (),
+        ops: Operations = PLAIN,
     ) -> tuple[Stream, Streams, dict[str, Any]]:
         """(x_L, streams x_0..x_L, taps with axis 0 = L). nudge[l] is added to x_l."""
 
         def layer(x, xs):
             block, nudge = xs
             x = x if nudge is None else x + nudge
-            y, taps = block(x, cut=cut)
+            y, taps = block(x, cut=cut, ops=ops)
             return y, (x, taps)
 
         below = None if nudge is None else nudge[:-1]

@@ -115,7 +115,7 @@ def of_taps(taps: Mapping[str, Mapping[str, Array]]) -> dict[str, Float[Array, "
         for name, inverse in own.items():
             if name.startswith("inverse_sigma_"):
                 norm = name.removeprefix("inverse_sigma_")
-                factor = jnp.mean(inverse, (1, 2)) * own[f"gain_{norm}"]
+                factor = jnp.mean(inverse * own[f"gain_{norm}"], (1, 2))
                 found[f"norm_factor_{norm}/{sublayer}"] = factor
         branch, skip = (jnp.mean(own[f"{part}_variance"], (1, 2)) for part in ("branch", "skip"))
         found[f"branch_share/{sublayer}"] = branch / skip

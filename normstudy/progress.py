@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 
 class Progress:
-    """Steps of one run; on a terminal a bar that redraws, elsewhere a line now and then."""
+    """Steps of a run, or of several at once; a context manager.
+
+    On a terminal a bar that redraws, elsewhere a line now and then.
+    """
 
     def __init__(self, name: str, start: int, total: int, tokens_per_step: int, every: float = 15):
         self.name, self.total, self.tokens, self.every = name, total, tokens_per_step, every
@@ -30,14 +34,22 @@ class Progress:
             self.bar.start()
             self.task = self.bar.add_task(name, total=total, completed=start, text="")
 
-    def at(self, step: int, loss: float) -> None:
-        """Report that `step` updates are done, the last at this loss (nats)."""
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def at(self, step: int, losses: list[float]) -> None:
+        """Report that `step` updates are done, the last at these losses (nats) of those going."""
         now = time.monotonic()
         if self.start is None or self.began is None:
             self.start, self.began = step, now
             return
         rate = (step - self.start) / max(now - self.began, 1e-9)
-        text = f"loss {loss:.3f}  {rate * self.tokens:,.0f} tokens/s"
+        spread = " to ".join(f"{loss:.3f}" for loss in sorted({min(losses), max(losses)}))
+        text = f"loss {spread}  {rate * self.tokens:,.0f} tokens/s"
         if self.live:
             self.bar.update(self.task, completed=step, text=text)
         elif now - self.said >= self.every:
@@ -45,9 +57,12 @@ class Progress:
             eta = (self.total - step) / max(rate, 1e-9)
             say(f"{self.name}: step {step}/{self.total}  {text}  ETA {eta:.0f} s")
 
-    def close(self) -> None:
+    def say(self, line: str) -> None:
+        """One plain line for people, above the bar where there is one."""
         if self.live:
-            self.bar.stop()
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(line)
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What a running job writes: both JSONL logs, TensorBoard, progress. From process 0 alone."""
+"""What a run writes as it goes: both JSONL logs, and TensorBoard. From process 0 alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from normstudy import config, record
 from normstudy.errors import UserError
-from normstudy.progress import Progress
 from normstudy.tensorboard import Board
 
 
 class RunLog:
     """Takes the values of one step after the other; a context manager that closes its files."""
 
-    def __init__(self, folder: Path, run: config.Run, name: str, begin: int):
+    def __init__(self, folder: Path, run: config.Run, begin: int):
         for log in (record.METRICS, record.PROBES):
             record.truncate(folder / log, begin)
         rows = record.read_rows(folder / record.METRICS) if begin else []
@@ -35,14 +34,12 @@ class RunLog:
             self.metrics = record.Journal(folder / record.METRICS)
             self.probes = record.Journal(folder / record.PROBES)
             self.board = Board(folder / "tb", begin)
-            self.bar = Progress(name, begin, run.steps, run.data.batch * run.model.context)
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self.writes:
-            self.bar.close()
             self.metrics.close()
             self.probes.close()
             self.board.close()
@@ -60,4 +57,3 @@ class RunLog:
         if probe is not None:
             self.probes.write({"step": step, **probe})
             self.board.layers(step, probe)
-        self.bar.at(step + 1, self.losses[-1])

@@ -19,6 +19,7 @@ from normstudy import (
     frames,
     inits,
     mesh,
+    programs,
     record,
     report,
     schedules,
@@ -58,7 +59,7 @@ def run_arms(
     for name, run, _ in jobs:
         if run.seed == base.seed:
             say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}; init "
-                f"{inits.describe(run.model, train.standard_deviations(run))}")  # fmt: skip
+                f"{inits.describe(run.model, programs.standard_deviations(run))}")  # fmt: skip
     began, done = time.monotonic(), 0
     for i, (name, run, folder) in enumerate(jobs):
         say(f"[{i + 1}/{len(jobs)}] {name}, seed {run.seed}{_eta(began, done, len(jobs) - i)}")

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from normstudy.config import Model
 from normstudy.dims import Stream
 from normstudy.inits import matrix
+from normstudy.operations import PLAIN, Operations
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
@@ -28,16 +29,15 @@ class Attention(nnx.Module):
         self.v = nnx.Param(matrix(v_key, square, stds["v"]))
         self.o = nnx.Param(matrix(o_key, square, stds["o"]))
 
-    def __call__(self, x_BTD: Stream) -> Stream:
+    def __call__(self, x_BTD: Stream, ops: Operations = PLAIN) -> Stream:
         B, T, D = x_BTD.shape
         q, k, v = (
-            _project(name, x_BTD, w).reshape(B, T, self.heads, D // self.heads)
+            _project(ops, name, x_BTD, w).reshape(B, T, self.heads, D // self.heads)
             for name, w in (("q", self.q), ("k", self.k), ("v", self.v))
         )
-        # the XLA implementation: fused kernels have no JVP, and the probes need every derivative
         with jax.named_scope("attention"):
-            y_BTHK = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-        return _project("o", y_BTHK.reshape(B, T, D), self.o)
+            y_BTHK = ops.attend(q, k, v)
+        return _project(ops, "o", y_BTHK.reshape(B, T, D), self.o)
 
 
 class Mlp(nnx.Module):
@@ -49,14 +49,14 @@ class Mlp(nnx.Module):
         self.up = nnx.Param(matrix(up_key, (cfg.width, cfg.ff), stds["up"]))
         self.down = nnx.Param(matrix(down_key, (cfg.ff, cfg.width), stds["down"]))
 
-    def __call__(self, x_BTD: Stream) -> Stream:
-        h_BTF = _project("up", x_BTD, self.up)
+    def __call__(self, x_BTD: Stream, ops: Operations = PLAIN) -> Stream:
+        h_BTF = _project(ops, "up", x_BTD, self.up)
         with jax.named_scope("activation"):
             h_BTF = ACTIVATIONS[self.activation](h_BTF)
-        return _project("down", h_BTF, self.down)
+        return _project(ops, "down", h_BTF, self.down)
 
 
-def _project(name: str, x: Array, w: nnx.Param) -> Array:
+def _project(ops: Operations, name: str, x: Array, w: nnx.Param) -> Array:
     """x @ w in the dtype of x, under the matrix's own name (a place that origin.py can name)."""
     with jax.named_scope(name):
-        return x @ w[...].astype(x.dtype)
+        return ops.matmul(x, w[...])

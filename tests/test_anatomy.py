@@ -7,7 +7,7 @@ import optax
 import pytest
 import tiny
 
-from normstudy import anatomy, train
+from normstudy import anatomy, programs
 
 CFG = tiny.model_config(placement="pre", width=4, heads=2, ff=8, context=3, vocab=5)
 L = CFG.layers
@@ -18,10 +18,10 @@ def of_step(model, direction, batch, scale):
     """(model after, updates, what of_update and half_curvature find) for scale * direction."""
     updates = jax.tree.map(lambda d: scale * d, direction)
     after = optax.apply_updates(model, updates)
-    gradients = jax.grad(train.token_loss)(model, batch)
+    gradients = jax.grad(programs.token_loss)(model, batch)
     before = anatomy.forward(model, batch[:, :-1])
     found = anatomy.of_update((model, after), before, gradients, updates, batch)
-    half = anatomy.half_curvature(train.token_loss, model, updates, batch)
+    half = anatomy.half_curvature(programs.token_loss, model, updates, batch)
     return after, updates, found | {"half": half}
 
 
@@ -75,7 +75,7 @@ def test_effects_of_an_update_are_those_worked_out_on_both_models(model, directi
     ratio = a.taps["mlp"]["inverse_sigma_pre"] / b.taps["mlp"]["inverse_sigma_pre"]
     assert_close("sigma_update_pre/mlp", abs(ratio - 1).mean((1, 2)))
     assert_close("loss_change", cross_entropy(b.logits, batch) - cross_entropy(a.logits, batch))
-    gradients = jax.jit(jax.grad(train.token_loss))(model, batch)
+    gradients = jax.jit(jax.grad(programs.token_loss))(model, batch)
     pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(updates), strict=True)
     assert_close("loss_change_predicted", sum(float((g * u).sum()) for g, u in pairs))
     moved = {name for name in found if name.startswith("moved/")}

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from orbax.checkpoint import v1 as ocp
 
-from normstudy import checkpoint, config, train
+from normstudy import checkpoint, config, programs
 from normstudy.errors import UserError
 
 
@@ -16,7 +16,7 @@ from normstudy.errors import UserError
 def saved(wide, tmp_path_factory):
     """(run folder, state) with steps 3 and 7; saved from the mesh data 2, fsdp 2, tensor 2."""
     folder = tmp_path_factory.mktemp("saved") / "run"
-    state = train.initial_state(wide["mixed"], train.programs_for(wide["mixed"])[0])
+    state = programs.initial_state(wide["mixed"], programs.of(wide["mixed"])[0])
     later = state._replace(step=state.step + 7)
     checkpoint.save(folder, 3, state._replace(step=state.step + 3))
     checkpoint.save(folder, 7, later)
@@ -25,8 +25,8 @@ def saved(wide, tmp_path_factory):
 
 def test_saved_state_comes_back_bit_for_bit(saved, wide):
     folder, state = saved
-    found = checkpoint.restore(folder, 7, train.programs_for(wide["mixed"])[0].abstract)
-    assert isinstance(found, train.State) and int(found.step) == 7
+    found = checkpoint.restore(folder, 7, programs.of(wide["mixed"])[0].abstract)
+    assert isinstance(found, programs.State) and int(found.step) == 7
     tiny.assert_bit_equal(found, state)
     assert jax.tree.structure(found) == jax.tree.structure(state)
 
@@ -34,7 +34,7 @@ def test_saved_state_comes_back_bit_for_bit(saved, wide):
 @pytest.mark.parametrize("name", ["data", "fsdp"])
 def test_saved_state_comes_back_bit_for_bit_on_another_mesh(saved, wide, name):
     folder, state = saved
-    like = train.programs_for(wide[name])[0].abstract
+    like = programs.of(wide[name])[0].abstract
     found = checkpoint.restore(folder, 7, like)
     tiny.assert_bit_equal(found, state)
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
@@ -44,7 +44,7 @@ def test_saved_state_comes_back_bit_for_bit_on_another_mesh(saved, wide, name):
 def test_saved_state_comes_back_bit_for_bit_on_one_device(saved, wide, one_device):
     folder, state = saved
     run = config.override(wide["mixed"], data=1, fsdp=1, tensor=1)
-    found = checkpoint.restore(folder, 7, train.programs_for(run)[0].abstract)
+    found = checkpoint.restore(folder, 7, programs.of(run)[0].abstract)
     tiny.assert_bit_equal(found, state)
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(found)} == {1}
 
@@ -52,7 +52,7 @@ def test_saved_state_comes_back_bit_for_bit_on_one_device(saved, wide, one_devic
 def test_shape_mismatch_names_the_first_path_and_both_shapes(saved, wide):
     run = config.override(wide["data"], ff=128)
     with pytest.raises(UserError) as error:
-        checkpoint.restore(saved[0], 7, train.programs_for(run)[0].abstract)
+        checkpoint.restore(saved[0], 7, programs.of(run)[0].abstract)
     message = str(error.value)
     assert "layers/mlp/down" in message or "layers/mlp/up" in message
     assert ("(2, 32, 128)" in message and "(2, 32, 64)" in message) or (
@@ -64,7 +64,7 @@ def test_shape_mismatch_names_the_first_path_and_both_shapes(saved, wide):
 def test_missing_parameter_is_named(saved, wide):
     run = config.override(wide["data"], placement="pre")
     with pytest.raises(UserError, match=r"has no model/.*(pre|final)"):
-        checkpoint.restore(saved[0], 7, train.programs_for(run)[0].abstract)
+        checkpoint.restore(saved[0], 7, programs.of(run)[0].abstract)
 
 
 def test_steps_are_listed_in_order(saved):
@@ -75,7 +75,7 @@ def test_steps_are_listed_in_order(saved):
 def test_saving_a_step_again_keeps_the_first(saved, wide):
     folder, state = saved
     checkpoint.save(folder, 7, jax.tree.map(lambda leaf: leaf * 0, state))
-    found = checkpoint.restore(folder, 7, train.programs_for(wide["mixed"])[0].abstract)
+    found = checkpoint.restore(folder, 7, programs.of(wide["mixed"])[0].abstract)
     tiny.assert_bit_equal(found, state)
 
 
@@ -120,7 +120,7 @@ def test_checkpoint_whose_files_are_gone_is_a_message(saved, wide, tmp_path):
         if path.is_file() and path.name != "_CHECKPOINT_METADATA":
             path.unlink()
     with pytest.raises(UserError, match=r"checkpoint 7 of .*run"):
-        checkpoint.restore(copy, 7, train.programs_for(wide["data"])[0].abstract)
+        checkpoint.restore(copy, 7, programs.of(wide["data"])[0].abstract)
 
 
 def test_array_that_cannot_be_read_is_named_in_one_line(saved, wide, monkeypatch):
@@ -134,7 +134,7 @@ def test_array_that_cannot_be_read_is_named_in_one_line(saved, wide, monkeypatch
 
     monkeypatch.setattr(ocp.training.Checkpointer, "load", load)
     with pytest.raises(UserError) as error:
-        checkpoint.restore(saved[0], 7, train.programs_for(wide["data"])[0].abstract)
+        checkpoint.restore(saved[0], 7, programs.of(wide["data"])[0].abstract)
     message = str(error.value)
     assert "\n" not in message and message.endswith('Error reading "opt_state.1.nu.readout"')
     assert f"checkpoint 7 of {saved[0]} is damaged" in message

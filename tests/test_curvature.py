@@ -10,7 +10,7 @@ import pytest
 import tiny
 from jax.flatten_util import ravel_pytree
 
-from normstudy import config, curvature, optim, theory, train
+from normstudy import config, curvature, optim, programs, theory
 from normstudy.placements import PLACEMENTS
 
 # jax.nn.dot_product_attention takes its softmax in float32 even in float64: two programs of the
@@ -123,12 +123,12 @@ def test_search_that_does_not_converge_ends_and_says_so(x64):
 @jax.jit
 def exact_hessian(model, batch):
     flat, unravel = ravel_pytree(model)
-    return jax.hessian(lambda flat: train.token_loss(unravel(flat), batch))(flat)
+    return jax.hessian(lambda flat: programs.token_loss(unravel(flat), batch))(flat)
 
 
 @jax.jit
 def sharpness(model, batch, start, preconditioner):
-    loss = lambda model: train.token_loss(model, batch)
+    loss = lambda model: programs.token_loss(model, batch)
     return curvature.sharpness(loss, model, start, 10 * SOFTMAX, preconditioner)
 
 
@@ -173,15 +173,15 @@ def test_sharpness_of_a_run_is_that_of_the_update_which_follows(x64, monkeypatch
     own = config.Optim(optimizer=optimizer, b1=0.8, b2=0.95, eps=1e-4)
     model, batch, lr = tiny.model(CFG, 1, np.float64), tiny.tokens(CFG, 2, 1), jnp.float64(0.01)
     transform = optim.direction(own)
-    opt_state, gradient = transform.init(model), jax.jit(jax.grad(train.token_loss))
+    opt_state, gradient = transform.init(model), jax.jit(jax.grad(programs.token_loss))
     for seed in (5, 6) if optimizer == "adam" else ():
         _, opt_state = transform.update(gradient(model, tiny.tokens(CFG, 2, seed)), opt_state)
-    state = train.State(jnp.int32(2), jnp.bool(True), model, opt_state)
+    state = programs.State(jnp.int32(2), jnp.bool(True), model, opt_state)
 
     @jax.jit
     def search(state, batch, starts):
         searched.clear()
-        probe, vectors = train.sharpness(state, batch, lr, starts, optimizer=own)
+        probe, vectors = programs.sharpness(state, batch, lr, starts, optimizer=own)
         return probe, vectors, searched[-1][1]
 
     starts = (jnp.zeros(3), jnp.ones(3))

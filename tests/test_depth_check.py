@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from normstudy import data, placements, probes, theory, train
+from normstudy import data, placements, probes, programs, theory, train
 from normstudy.errors import UserError
 
 depth_check = tiny.experiment("depth_check")
@@ -22,7 +22,7 @@ SIZES = {"width": 8, "heads": 2, "ff": 16, "context": 8}
 def models(run, seeds: int):
     """The model of the run and its probe batch, for each seed; parameters from NumPy."""
     batch = jax.numpy.asarray(data.feed(run).probe_batch)
-    stds = train.standard_deviations(run)
+    stds = programs.standard_deviations(run)
     return [(tiny.model(run.model, s, jitter=0.0, stds=stds), batch) for s in range(seeds)]
 
 
@@ -136,7 +136,7 @@ def test_model_and_mean_field_give_the_same_names_and_shapes(one_device):
     """Traced, not compiled."""
     run = depth_check.run_of(depth_check.Options(**SIZES), "post", 2)
     feed, model = data.feed(run), tiny.model(run.model)
-    compiled, _ = train.programs_for(run)
+    compiled, _ = programs.of(run)
     look = lambda *args: depth_check.look(compiled, *args)
     key = train.probe_key(run, 0)
     measured = jax.eval_shape(look, model, feed.probe_batch, feed.unigram, key)

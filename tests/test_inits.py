@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
-from normstudy import config, inits, theory, train
+from normstudy import config, inits, programs, theory
 from normstudy.placements import PLACEMENTS
 
 CFG = config.Model(layers=8, width=64, heads=4, ff=256, vocab=256, context=16)
@@ -82,7 +82,7 @@ def test_describe_groups_equal_gains():
 def test_beta_of_the_row_enters_the_run(name):
     run = tiny.run(placement=name, layers=12)
     beta = PLACEMENTS[name].constants(12).beta
-    stds = train.standard_deviations(run)
+    stds = programs.standard_deviations(run)
     assert stds["v"] / theory.xavier_std(8, 8) == pytest.approx(beta)
     assert stds["q"] / theory.xavier_std(8, 8) == pytest.approx(1)
 
@@ -93,14 +93,14 @@ def drawn(wide):
     optimized = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     found = {}
     for name, run in wide.items():
-        args = jax.random.key(run.seed), train.standard_deviations(run)
-        program = train.programs_for(run)[0].init.lower(*args).compile(optimized)
+        args = jax.random.key(run.seed), programs.standard_deviations(run)
+        program = programs.of(run)[0].init.lower(*args).compile(optimized)
         found[name] = program(*args)
     return found
 
 
 def test_parameters_are_drawn_with_the_std_of_their_role(wide, drawn):
-    stds = train.standard_deviations(wide["data"])
+    stds = programs.standard_deviations(wide["data"])
     for path, leaf in tiny.leaves(drawn["data"].model).items():
         role = path.split("/")[-1]
         if role in stds:
@@ -129,7 +129,7 @@ def test_parameters_are_bit_equal_on_every_mesh(drawn):
 
 def test_another_seed_gives_other_parameters(wide, drawn):
     run = config.override(wide["data"], seed=1)
-    other = train.initial_state(run, train.programs_for(run)[0])
+    other = programs.initial_state(run, programs.of(run)[0])
     for path, leaf in tiny.leaves(other.model).items():
         same = tiny.leaves(drawn["data"].model)[path]
         assert (leaf == same).all() == path.endswith(("scale", "bias")), path

@@ -19,9 +19,9 @@ from normstudy import (
     measured,
     memory,
     mesh,
+    programs,
     quantities,
     record,
-    train,
 )
 from normstudy.errors import OutOfMemory, UserError
 from normstudy.inspection import Options
@@ -156,10 +156,10 @@ def test_probe_of_a_checkpoint_equals_the_probe_of_the_run(finished, everything,
 def test_gradients_are_of_the_held_out_batch(finished, everything):
     """Not of the training batch: together they are the norm of the gradient of the probe's loss."""
     run, folder, _ = finished
-    compiled, devices = train.programs_for(run)
+    compiled, devices = programs.of(run)
     state = checkpoint.restore(folder, 3, compiled.abstract)
     batch = mesh.put_batch(devices, data.feed(run).probe_batch)
-    gradients = jax.jit(jax.grad(train.token_loss))(state.model, batch)
+    gradients = jax.jit(jax.grad(programs.token_loss))(state.model, batch)
     total = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradients)))
     parts = [np.ravel(v) for n, v in everything[3].values.items() if n.startswith("gradient/")]
     np.testing.assert_allclose(np.linalg.norm(np.concatenate(parts)), total, rtol=1e-5)
@@ -245,7 +245,7 @@ def test_several_batches_give_standard_errors_over_them_for_everything(finished)
     assert own.facts["batches x sequences"] == "3 x 4, held out"
     assert set(own.errors) == set(own.values)
     assert (own.errors["weight/attn.q"] == 0).all()  # the weights do not depend on the text
-    compiled, _ = train.programs_for(run)
+    compiled, _ = programs.of(run)
     state = checkpoint.restore(folder, 8, compiled.abstract)
     held_out = data.feed(config.override(run, batch=4)).held_out
     losses = [float(compiled.loss(state.model, held_out[i])) for i in range(3)]

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from normstudy import config, mesh, train
+from normstudy import config, mesh, programs
 from normstudy.errors import UserError
 
 ROW, COLUMN = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
@@ -15,7 +15,7 @@ ROW, COLUMN = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
 @pytest.fixture(scope="module")
 def specs(wide):
     """{path: partition} of the whole state on data 2, fsdp 2, tensor 2."""
-    abstract = train.programs_for(wide["mixed"])[0].abstract
+    abstract = programs.of(wide["mixed"])[0].abstract
     return {
         path: leaf.sharding.spec
         for path, leaf in zip(tiny.paths(abstract), jax.tree.leaves(abstract), strict=True)
@@ -44,7 +44,7 @@ def test_norms_positions_and_counters_are_replicated(specs):
 
 
 def test_layer_axis_is_never_split(specs, wide):
-    for abstract in (train.programs_for(run)[0].abstract for run in wide.values()):
+    for abstract in (programs.of(run)[0].abstract for run in wide.values()):
         for path, leaf in zip(tiny.paths(abstract), jax.tree.leaves(abstract), strict=True):
             if "layers" in path.split("/"):
                 assert leaf.sharding.spec[0] is None, path

@@ -7,7 +7,7 @@ import optax
 import pytest
 import tiny
 
-from normstudy import probes, train
+from normstudy import probes, programs
 from normstudy.placements import PLACEMENTS
 
 
@@ -175,7 +175,7 @@ def test_nothing_is_promoted_silently_in_float32(strict):
         lambda m, b, u, k: probes.measure(m, b, u, k, 2), model, batch, unigram, jax.random.key(0)
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(measured)} == {jnp.dtype("float32")}
-    loss, gradients = jax.eval_shape(jax.value_and_grad(train.token_loss), model, batch)
+    loss, gradients = jax.eval_shape(jax.value_and_grad(programs.token_loss), model, batch)
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from normstudy import jaxprs, origin, record, train
+from normstudy import jaxprs, origin, programs, record
 
 WIDTH, LAYERS = 4, 5
 
@@ -64,7 +64,7 @@ def scaled_to_overflow(cfg, layer):
 def test_overflow_in_float16_is_named_and_not_the_nan_that_a_norm_makes_of_it():
     """A T5's feed-forward output of 66246: huggingface/transformers issue 5651."""
     model, batch = scaled_to_overflow(tiny.model_config(placement="post", layers=3), layer=1)
-    origins = origin.find(train.token_loss, model, batch)
+    origins = origin.find(programs.token_loss, model, batch)
     (first,) = origins
     assert (first.kind, first.layer, first.where) == ("inf", 1, "mlp/down")
     assert (first.operation, first.direction, first.dtype) == ("matmul", "forward", "float16")
@@ -80,7 +80,7 @@ def test_overflow_in_float16_is_named_and_not_the_nan_that_a_norm_makes_of_it():
 
 def test_every_matmul_of_a_model_has_its_place():
     cfg = tiny.model_config(placement="pre")
-    program = jax.make_jaxpr(train.token_loss)(tiny.model(cfg), tiny.tokens(cfg, 2))
+    program = jax.make_jaxpr(programs.token_loss)(tiny.model(cfg), tiny.tokens(cfg, 2))
     places = []
 
     def walk(program, place):
@@ -100,7 +100,7 @@ def test_every_matmul_of_a_model_has_its_place():
 
 def test_finite_model_has_no_origin():
     cfg = tiny.model_config()
-    assert origin.find(train.token_loss, tiny.model(cfg), tiny.tokens(cfg, 2)) == []
+    assert origin.find(programs.token_loss, tiny.model(cfg), tiny.tokens(cfg, 2)) == []
     assert origin.sentence([]) == "all is finite"
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 import tiny
 
-from normstudy import placements, tables, train, wiring
+from normstudy import placements, programs, tables, wiring
 from normstudy.errors import UserError
 from normstudy.placements import PLACEMENTS, Placement
 from normstudy.theory import no_constants
@@ -29,11 +29,11 @@ def stepped(request):
     @jax.jit
     def step(state, batch, lr):
         traced.append(1)
-        new, _, (_, gradients, _) = train.update(state, batch, lr, transform=transform)
+        new, _, (_, gradients, _) = programs.update(state, batch, lr, transform=transform)
         return new, gradients
 
     model = tiny.model(cfg)
-    state = train.State(jnp.int32(0), jnp.bool(True), model, transform.init(model))
+    state = programs.State(jnp.int32(0), jnp.bool(True), model, transform.init(model))
     for seed in (1, 2):
         state, gradients = step(state, tiny.tokens(cfg, 4, seed), jnp.float32(0.1))
     return cfg, len(traced), gradients, model

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from matfree import stochtrace
 
-from normstudy import config, mesh, probes, train
+from normstudy import config, mesh, probes, programs
 from normstudy.placements import PLACEMENTS
 from normstudy.probes import BRANCHES
 
@@ -369,11 +369,11 @@ def test_probe_over_eight_devices_equals_the_probe_on_one(wide, monkeypatch):
     unigram, key = jnp.full(256, 1 / 256), jax.random.key(3)
 
     def measured(run, params):
-        compiled, devices = train.programs_for(run)
+        compiled, devices = programs.of(run)
         placed = mesh.put_batch(devices, batch)
         return jax.device_get(compiled.measure(params, placed, unigram, key)), devices.size
 
-    params = train.initial_state(run, train.programs_for(run)[0]).model
+    params = programs.initial_state(run, programs.of(run)[0]).model
     assert not params.layers.mlp.f.up[...].sharding.is_fully_replicated
     spread, devices = measured(run, params)
     assert devices == 8

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from normstudy import checkpoint, config, inits, mesh, model, record, train
+from normstudy import checkpoint, config, inits, mesh, model, programs, record, train
 from normstudy.errors import Interrupted, UserError
 
 GOLDEN = {
@@ -36,7 +36,7 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def final_state(run, folder):
-    compiled, _ = train.programs_for(run)
+    compiled, _ = programs.of(run)
     return checkpoint.restore(folder, checkpoint.latest(folder), compiled.abstract)
 
 
@@ -106,7 +106,7 @@ def test_logged_rate_is_the_audited_rate(finished):
 def test_logged_norms_are_those_of_the_parameters(finished):
     """Of the last checkpoint before a probe: weights there, by layer and matrix."""
     run, folder, _ = finished
-    compiled, _ = train.programs_for(run)
+    compiled, _ = programs.of(run)
     state = checkpoint.restore(folder, 3, compiled.abstract)
     (probe,) = [row for row in record.read_rows(folder / record.PROBES) if row["step"] == 3]
     for path, leaf in tiny.leaves(state.model.layers).items():
@@ -127,9 +127,9 @@ def test_update_is_minus_rate_times_adam_s_direction(finished):
 
 def test_probe_loss_at_step_0_is_the_loss_of_the_initial_model(finished):
     run, folder, _ = finished
-    compiled, devices = train.programs_for(run)
+    compiled, devices = programs.of(run)
     feed = train.data.feed(run)
-    state = train.initial_state(run, compiled)
+    state = programs.initial_state(run, compiled)
     expected = compiled.loss(state.model, mesh.put_batch(devices, feed.probe_batch))
     found = record.read_rows(folder / record.PROBES)[0]["probe_loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32, another program
@@ -228,7 +228,7 @@ def test_arms_that_differ_in_schedule_gain_and_seed_share_programs(finished, tmp
         run, seed=5, gain=0.5, depth_scaled=True, init="kaiming", lr=0.003, schedule="cosine",
         warmup=3, end_fraction=0.2,
     )  # fmt: skip
-    assert train.programs_for(arm)[0] is train.programs_for(run)[0]
+    assert programs.of(arm)[0] is programs.of(run)[0]
     traced = []
     block = model.Block.__call__
     monkeypatch.setattr(
@@ -244,7 +244,7 @@ def test_one_device_gives_the_losses_of_eight(wide, monkeypatch):
     feed = train.data.feed(run)
 
     def losses(run, state):
-        compiled, devices = train.programs_for(run)
+        compiled, devices = programs.of(run)
         found = []
         for step in range(3):
             batch = mesh.put_batch(devices, feed.batches[step])
@@ -252,7 +252,7 @@ def test_one_device_gives_the_losses_of_eight(wide, monkeypatch):
             found.append([float(values[name]) for name in ("loss", "gradient_norm")])
         return found, devices.size
 
-    state = train.initial_state(run, train.programs_for(run)[0])
+    state = programs.initial_state(run, programs.of(run)[0])
     alone = jax.device_put(jax.device_get(state), jax.devices()[0])  # a copy: steps donate
     spread, devices = losses(run, state)
     assert devices == 8
@@ -315,8 +315,8 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
         new, values = plain(state, batch, lr)
         return new, values | {"probe": {"rms": np.ones(3, np.float32)}}
 
-    state = train.State(jnp.int32(0), jnp.bool(True), {"w": jnp.ones(2)}, {"m": jnp.ones(2)})
-    compiled = train.Programs(
+    state = programs.State(jnp.int32(0), jnp.bool(True), {"w": jnp.ones(2)}, {"m": jnp.ones(2)})
+    compiled = programs.Programs(
         init=lambda key, stds: state,
         plain=plain,
         probing=probing,
@@ -326,8 +326,8 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
         abstract=state,
     )
     devices = mesh.make(config.Mesh(), 8, 8)
-    monkeypatch.setattr(train, "programs_for", lambda run: (compiled, devices))
-    monkeypatch.setattr(train, "token_loss", token_loss)  # for the search of what broke
+    monkeypatch.setattr(programs, "of", lambda run: (compiled, devices))
+    monkeypatch.setattr(programs, "token_loss", token_loss)  # for the search of what broke
 
 
 def test_gradient_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):
@@ -400,8 +400,8 @@ def test_step_that_is_refused_changes_no_parameter():
     transform = train.optim.direction(config.Optim(optimizer="sgd", clip=1.0))
     params = tiny.model(cfg)
     params.readout[...] = params.readout[...] * np.inf
-    state = train.State(jnp.int32(4), jnp.bool(True), params, transform.init(params))
-    step = jax.jit(lambda *args: train.update(*args, transform=transform)[:2])
+    state = programs.State(jnp.int32(4), jnp.bool(True), params, transform.init(params))
+    step = jax.jit(lambda *args: programs.update(*args, transform=transform)[:2])
     new, scalars = step(state, tiny.tokens(cfg, 2), jnp.float32(0.1))
     assert not new.alive and int(new.step) == 4
     assert not np.isfinite(float(scalars["loss"]))
@@ -522,7 +522,7 @@ def test_sharpness_is_logged_at_every_probe_when_it_is_asked_for(tmp_path):
 def test_gains_over_xavier_are_logged(finished):
     run, folder, _ = finished
     logged = record.read_json(folder / record.CONFIG)["gains_over_xavier"]
-    assert logged == inits.gains_over_xavier(run.model, train.standard_deviations(run))
+    assert logged == inits.gains_over_xavier(run.model, programs.standard_deviations(run))
     assert logged == pytest.approx(dict.fromkeys(("q", "k", "v", "o", "up", "down"), 1.0))
 
 
@@ -540,7 +540,7 @@ def test_run_goes_on_after_its_folder_was_moved(finished, tmp_path, stopping_at)
 def test_probing_step_goes_on_as_the_plain_step_does(finished):
     """From the checkpoint at step 3: probing leaves parameters, moments and counters alone."""
     run, folder, _ = finished
-    compiled, devices = train.programs_for(run)
+    compiled, devices = programs.of(run)
     feed = train.data.feed(run)
     batch, probe_batch = (mesh.put_batch(devices, b) for b in (feed.batches[3], feed.probe_batch))
     lr, unigram = jnp.float32(run.optim.lr), jnp.asarray(feed.unigram)
