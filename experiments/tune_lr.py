@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/tune_lr")
     chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
-    study.run_arms(base, ARMS, chosen, options.seeds, options.out, "learning-rate grid")
+    study.run_arms(
+        base, ARMS, chosen, options.seeds, options.out, "learning-rate grid", options.together
+    )
     how = cli.command_line("experiments/tune_lr.py", options, argv)
     rows = study.sum_up(options.out, "Pre-norm over learning rates", how, draw=options.draw)
     grid = [

@@ -39,6 +39,7 @@ class Study:
 
     arms: str = "all"  # names from the table above, with commas between them
     seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
+    together: int = 1  # runs that train as one program, of those that share their shapes
     preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
     out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
     json: bool = False  # print the closing table as JSON
@@ -69,8 +70,9 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
         default=_StudyCommand(study, base),
         description=card,
     )
-    if command.study.seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {command.study.seeds}")
+    for name in ("seeds", "together"):
+        if getattr(command.study, name) < 1:
+            raise UserError(f"{name} must be at least 1, not {getattr(command.study, name)}")
     return command.study, command.run
 
 

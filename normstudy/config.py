@@ -25,6 +25,9 @@ class Model:
     activation: Literal["gelu", "relu"] = "gelu"
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
+    # of the stream, the matmuls and their gradients. Parameters, optimizer, statistics of norms,
+    # softmax, logits and losses are float32 in any case
+    dtype: Literal["float32", "bfloat16"] = "float32"
     tied: bool = False  # readout = embedding transposed
     embed_multiplier: float | None = None  # x_0 = this * E[token] + P[t]; None: sqrt(width), 2017
 
@@ -257,7 +260,7 @@ PRESETS: dict[str, Run] = {
     # lr: the largest that pre-norm bears, by experiments/tune_lr.py (see results/lr_grid.csv)
     "cpu": Run(optim=Optim(lr=0.1, warmup=200), steps=400),
     "gpu": Run(
-        model=Model(width=512, heads=8, ff=2048, context=256),
+        model=Model(width=512, heads=8, ff=2048, context=256, dtype="bfloat16"),
         data=Data(batch=64),
         optim=Optim(warmup=4000),
         steps=10_000,
@@ -265,7 +268,7 @@ PRESETS: dict[str, Run] = {
         probe=Probe(probe_every=500, probe_batch=64),
     ),
     "tpu": Run(
-        model=Model(width=1024, heads=16, ff=4096, context=512),
+        model=Model(width=1024, heads=16, ff=4096, context=512, dtype="bfloat16"),
         data=Data(batch=256),
         optim=Optim(warmup=4000),
         steps=10_000,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 from collections.abc import Callable
@@ -30,6 +32,21 @@ def start(cpu_devices: int | None = None) -> None:
         affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         jax.config.update("jax_num_cpu_devices", cpu_devices or cores)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep what a step frees for the next one, which needs as much.
+
+    XLA's CPU backend takes the scratch memory of a step from malloc at each step. Given back to
+    the system in between, a step of 48 layers of width 64 begins with 16,000 page faults, a tenth
+    of its time (make bench). Blocks above 64 MiB are given back all the same. Elsewhere: nothing.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        glibc = ctypes.CDLL("libc.so.6")
+        glibc.mallopt(trim_threshold, 2**31 - 1)
+        glibc.mallopt(mmap_max, 0)
 
 
 def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from normstudy import config, placements
@@ -16,6 +17,9 @@ from normstudy.inits import matrix
 from normstudy.norms import Norm
 from normstudy.operations import PLAIN, Operations
 from normstudy.sublayers import Attention, Mlp
+
+# what the backward pass does not make again: as small as the stream, and dear to make
+KEPT = ("attended", "branch")
 
 Cut = tuple[str, ...]  # the sublayers through whose branches no gradient goes: attn, mlp
 
@@ -50,7 +54,7 @@ class Sublayer(nnx.Module):
             return call
 
         def branch(h: Stream) -> Stream:
-            y = self.f(h, ops)  # type: ignore[operator]
+            y = checkpoint_name(self.f(h, ops), "branch")  # type: ignore[operator]
             taps["branch_variance"], taps["skip_variance"] = _variance(y), _variance(c.alpha * x)
             return jax.lax.stop_gradient(y) if cut else y
 
@@ -100,7 +104,8 @@ class Model(nnx.Module):
         multiplier = self.cfg.width**0.5 if multiplier is None else multiplier
         with jax.named_scope("embed"):
             positions = self.positions[...][None, : tokens.shape[1]]
-            return multiplier * self.embed[...][tokens] + positions
+            x = multiplier * self.embed[...][tokens] + positions
+            return x if self.cfg.dtype == "float32" else x.astype(self.cfg.dtype)
 
     def stack(
         self,
@@ -119,9 +124,10 @@ class Model(nnx.Module):
             return y, (x, taps)
 
         below = None if nudge is None else nudge[:-1]
-        # recompute each layer in the backward pass: memory no longer grows with what a layer keeps,
-        # and on a CPU, where writing and reading it costs more than the layer, the step is faster
-        layer = jax.checkpoint(layer, prevent_cse=False)
+        # the backward pass makes each layer again: on a CPU writing and reading all that a layer
+        # makes costs more than making it
+        policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
         top, (inputs, taps) = jax.lax.scan(layer, x, (self.layers, below))
         top = top if nudge is None else top + nudge[-1]
         return top, jnp.concatenate([inputs, top[None]]), taps
@@ -133,7 +139,8 @@ class Model(nnx.Module):
                 x = self.final(x)
         with jax.named_scope("readout"):
             readout = self.embed[...].T if self.cfg.tied else self.readout[...]
-            return x @ readout.astype(x.dtype)
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            return jnp.matmul(x, readout.astype(x.dtype), preferred_element_type=wide)
 
     def __call__(self, tokens: Tokens, nudge: Streams | None = None) -> Logits:
         return self.read(self.stack(self.start(tokens), nudge)[0])

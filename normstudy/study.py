@@ -26,7 +26,7 @@ from normstudy import (
     tables,
     train,
 )
-from normstudy.errors import choose
+from normstudy.errors import UserError, choose
 from normstudy.frames import Logs
 from normstudy.progress import say
 
@@ -35,37 +35,52 @@ Arms = Mapping[str, Callable[[config.Run], dict[str, Any]]]
 
 
 def run_arms(
-    base: config.Run, arms: Arms, chosen: list[str], seeds: int, out: Path, kind: str
+    base: config.Run,
+    arms: Arms,
+    chosen: list[str],
+    seeds: int,
+    out: Path,
+    kind: str,
+    together: int = 1,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
+    together: so many runs as one program, of those that differ in seed, init and schedule alone.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
+    if together > 1 and base.probe.curvature:
+        raise UserError("--curvature follows one run at a time: leave out --together")
     names = list(arms)
-    jobs = []
+    jobs: list[train.Member] = []
     for name in dict.fromkeys(choose("arm", name, arms) for name in chosen):
         for seed in range(base.seed, base.seed + seeds):
             run = config.override(base, **(arms[name](base) | {"seed": seed}))
             train.check(run)
             folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
-            jobs.append((name, run, folder))
+            jobs.append(train.Member(run, folder, name))
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
     record.open_folder(out, identity, kind)
     say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
     devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
     say(f"mesh: {mesh.describe(devices)}")
-    for name, run, _ in jobs:
+    for run, _, name in jobs:
         if run.seed == base.seed:
             say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}; init "
                 f"{inits.describe(run.model, programs.standard_deviations(run))}")  # fmt: skip
+    finished = [job for job in jobs if (job.folder / record.OUTCOME).exists()]
+    for job in finished:
+        train.together([job])  # trains nothing, but looks whether it is this run that is finished
+    if finished:
+        say(f"{len(finished)} of {len(jobs)} runs are finished")
+    waiting = [job for job in jobs if job not in finished]
     began, done = time.monotonic(), 0
-    for i, (name, run, folder) in enumerate(jobs):
-        say(f"[{i + 1}/{len(jobs)}] {name}, seed {run.seed}{_eta(began, done, len(jobs) - i)}")
-        fresh = not (folder / record.OUTCOME).exists()
-        train.train(run, folder, name)
-        done += fresh
+    for group in _groups(waiting, together):
+        what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
+        say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
+        train.together(group)
+        done += len(group)
     return [logs for logs in frames.load(out) if logs.name in chosen]
 
 
@@ -123,6 +138,14 @@ def by_arm(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def slug(name: str) -> str:
     """A folder name for an arm, e.g. 'post-1-sqrt-2l'."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _groups(jobs: list[train.Member], size: int) -> list[list[train.Member]]:
+    """The runs in their order, up to `size` of those that can train together at a time."""
+    alike: dict[config.Run, list[train.Member]] = {}
+    for job in jobs:
+        alike.setdefault(train.shared(job.run), []).append(job)
+    return [own[i : i + size] for own in alike.values() for i in range(0, len(own), size)]
 
 
 def _eta(began: float, done: int, left: int) -> str:
