@@ -2,16 +2,17 @@
 
 And how does compiling it grow with depth, and what do probes cost? All in one run: contenders take
 turns, each in a process of its own, one call each a round. Values are medians over the rounds,
-ratios medians of the ratios within a round, so that a busy minute is in both halves of them.
+ratios medians of the ratios within a round, so that a busy minute is in both halves of them. What
+a step has to trace and compile falls on the first one, which has a row of its own.
 
 The floor: the work of the step's matrix products, 6 x entries of the matrices x tokens (2 forward,
 4 backward; without the core of attention, and without what is computed twice), at the rate of a
 large float32 product on the same devices. A step that reached it would do nothing else.
 
-Command   make bench      or   python experiments/benchmark.py --figure bench.png
+Command   make bench ARGS="--json experiments/results/bench.json --figure bench.png"
           make bench ARGS="--sections step --rounds 25 --compiled"
-Time      TIME minutes on two CPU cores; --compiled: about four more
-Expect    a table, and as --json, --csv, --figure say. A plain step faster than torch's and
+Time      5 minutes on two CPU cores; --compiled: about four more
+Expect    a table, and as --json, --csv, --figure say. A plain step no slower than torch's and
           transformers' (pip install -e '.[bench]'); 1000 layers compiled in the time of 48; the
           Jacobian norms of all layers, 8 vectors, at most 12 plain steps; probing at the default
           cadence at most 10% of the wall time of make reproduce
@@ -248,9 +249,7 @@ def step_rows(run: config.Run, steps: Steps) -> list[dict[str, Any]]:
                 row(f"{name}: of the matmul rate", 100 * share, "per cent"),
                 row(f"{name}: speed", np.median(tokens / seconds), "tokens/s"),
             ]
-        found.append(
-            row(f"{name}: first step, compiling included", facts[name]["seconds"], "seconds")
-        )
+        found.append(row(f"{name}: first step", facts[name]["seconds"], "seconds"))
         if "memory" in facts[name]:
             what = f"{name}: memory of the compiled step, each device"
             found.append(row(what, facts[name]["memory"] / MIB, "MiB"))
@@ -436,7 +435,7 @@ def _draw_steps(axes: Axes, steps: Steps) -> None:
     seconds = [float(np.median(steps.seconds[name])) for name in names]
     colors = ["0.6" if name in PEERS else "C0" for name in names]
     bars = axes.barh(names, seconds, height=0.6, color=colors)
-    axes.bar_label(bars, [f"{value:.2g}" for value in seconds], padding=2, fontsize=7)
+    axes.bar_label(bars, [f"{value:.3g}" for value in seconds], padding=2, fontsize=7)
     floor = float(np.median(steps.floor))
     axes.axvline(floor, color="k", ls="--", lw=0.8)
     axes.set_title(f"a training step\ndashed: its matrix products alone, {floor:.2g} s")

@@ -99,7 +99,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         # torch's OpenMP threads would go on spinning after a step, on cores that the next contender
-        # needs. Its own steps take as long: measured
+        # needs. Its own steps were measured to take no longer so, and less on a busy machine
         "OMP_WAIT_POLICY": "PASSIVE",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the first on a GPU would take its memory
     }
