@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install reproduce tune bench depth test lint figures clean
+.PHONY: install reproduce tune bench depth thousand test lint figures clean
 
 install: $(VENV)/.installed
 
@@ -25,10 +25,13 @@ tune: install
 	$(BIN)/python experiments/tune_lr.py $(ARGS)
 
 bench: install
-	$(BIN)/python experiments/bench.py $(ARGS)
+	$(BIN)/python experiments/benchmark.py $(ARGS)
 
 depth: install
 	$(BIN)/python experiments/depth_check.py $(ARGS)
+
+thousand: install
+	$(BIN)/python experiments/thousand_layers.py $(ARGS)
 
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)

@@ -44,9 +44,7 @@ def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/reproduce")
     chosen = cli.chosen_arms(options, base, ARMS)
     mesh.start()
-    study.run_arms(
-        base, ARMS, chosen, options.seeds, options.out, "reproduction", options.together
-    )
+    study.run_arms(base, ARMS, chosen, options.seeds, options.out, "reproduction", options.together)
     title = f"What moving the norm does to {base.model.layers} layers"
     how = cli.command_line("experiments/reproduce.py", options, argv)
     rows = study.sum_up(options.out, title, how, draw=options.draw)
