@@ -42,10 +42,11 @@ def _keep_freed_memory() -> None:
     the system in between, a step of 48 layers of width 64 begins with 16,000 page faults, a tenth
     of its time (make bench). Blocks above 64 MiB are given back all the same. Elsewhere: nothing.
     """
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+    trim_threshold, top_pad, mmap_max = -1, -2, -4  # as in glibc's malloc.h
     with contextlib.suppress(OSError, AttributeError):
         glibc = ctypes.CDLL("libc.so.6")
         glibc.mallopt(trim_threshold, 2**31 - 1)
+        glibc.mallopt(top_pad, 2**27)  # below the size of a heap, an empty one is given back
         glibc.mallopt(mmap_max, 0)
 
 
