@@ -52,6 +52,7 @@ from normstudy import (
     probes,
     programs,
     record,
+    runtime,
     tables,
     train,
 )
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
         steps = measure_steps(run, options)
         rows += step_rows(run, steps)
     if {"depth", "probes"} & set(options.chosen):
-        mesh.start()
+        runtime.start(cache=False)
     if "depth" in options.chosen:
         compiles = measure_compiles(options)
         rows += depth_rows(compiles, options.layers)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from normstudy import cli, config, programs
+from normstudy import cli, config, mesh, programs, runtime
 from normstudy.errors import UserError, choose
 
 SIDE = 2048  # of the square matrices whose product is the floor
@@ -122,9 +122,7 @@ def matmul(run: config.Run) -> Contender:
     """A large float32 product on every device of the run's mesh: each has rows of its own."""
     import jax
 
-    from normstudy import mesh
-
-    mesh.start()
+    runtime.start(cache=False)
     devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
     count = devices.size
     rows = np.random.default_rng(0).standard_normal((count * SIDE, SIDE), np.float32)
@@ -157,9 +155,7 @@ def _ours(run: config.Run, probing: bool) -> Contender:
     import jax
     import jax.numpy as jnp
 
-    from normstudy import mesh
-
-    mesh.start()
+    runtime.start(cache=False)
     jax.config.update("jax_enable_compilation_cache", False)
     compiled, devices = programs.of(run)
     program, args = compiled.plain, (mesh.put_batch(devices, tokens(run)), jnp.float32(LR))
@@ -231,7 +227,7 @@ def tokens(run: config.Run) -> np.ndarray:
 
 
 def cores() -> int:
-    """As many as this process may use: mesh.start makes as many devices."""
+    """As many as this process may use: runtime.start makes as many devices."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

@@ -47,6 +47,7 @@ from normstudy import (
     placements,
     probes,
     programs,
+    runtime,
     tables,
     theory,
     train,
@@ -335,7 +336,9 @@ def write(table: Table, folder: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     options = tyro.cli(Options, args=list(argv), description=__doc__)
-    mesh.start(cpu_devices=1)  # models this small: what costs time is compiling, and it costs least
+    runtime.start(
+        cpu_devices=1
+    )  # models this small: what costs time is compiling, and it costs least
     table = frame(options)
     write(table, options.out)
     exponents = slopes(table, options)

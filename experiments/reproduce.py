@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from normstudy import cli, mesh, study
+from normstudy import cli, runtime, study
 
 ARMS: study.Arms = {
     "pre": lambda base: {"placement": "pre", "warmup": 0},
@@ -43,7 +43,7 @@ ARMS: study.Arms = {
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/reproduce")
     chosen = cli.chosen_arms(options, base, ARMS)
-    mesh.start()
+    runtime.start()
     study.run_arms(base, ARMS, chosen, options.seeds, options.out, "reproduction", options.together)
     title = f"What moving the norm does to {base.model.layers} layers"
     how = cli.command_line("experiments/reproduce.py", options, argv)

@@ -23,7 +23,7 @@ import compiling
 import numpy as np
 import tyro
 
-from normstudy import cli, config, frames, mesh, programs, record, tables, train
+from normstudy import cli, config, frames, programs, record, runtime, tables, train
 from normstudy.errors import UserError
 from normstudy.progress import say
 
@@ -70,7 +70,7 @@ def run_of(options: Options, layers: int) -> config.Run:
 def main(argv: Sequence[str]) -> None:
     options = tyro.cli(Options, args=list(argv), description=__doc__)
     run = run_of(options, options.layers)
-    mesh.start()
+    runtime.start(cache=False)
     train.check(run)
     rows = compile_rows(options)
     train.train(run, options.out, "thousand_layers")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from normstudy import cli, frames, mesh, study
+from normstudy import cli, frames, runtime, study
 from normstudy.errors import UserError
 from normstudy.progress import say
 
@@ -40,7 +40,7 @@ def choose_lr(rows: list[dict]) -> float:
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/tune_lr")
     chosen = cli.chosen_arms(options, base, ARMS)
-    mesh.start()
+    runtime.start()
     study.run_arms(
         base, ARMS, chosen, options.seeds, options.out, "learning-rate grid", options.together
     )

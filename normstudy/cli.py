@@ -163,9 +163,9 @@ def probe(argv: Sequence[str]) -> None:
         raise UserError("give a run folder or a checkpoint: normstudy probe PATH")
     if command.against and len(command.paths) > 1:
         raise UserError("--against takes two checkpoints: give one PATH beside it")
-    from normstudy import mesh
+    from normstudy import runtime
 
-    mesh.start(cpu_devices=1)
+    runtime.start(cpu_devices=1)
     from normstudy import inspection, probe_figure
 
     options = inspection.Options(
@@ -254,9 +254,9 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
 
 
 def _preset_for_backend() -> str:
-    from normstudy import mesh
+    from normstudy import runtime
 
-    mesh.start()
+    runtime.start()
     import jax
 
     return {"gpu": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")

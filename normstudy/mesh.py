@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,34 +17,6 @@ from normstudy.trees import path_names
 
 BATCH = ("data", "fsdp")  # both split the batch
 SMALL = 2**11  # entries; leaves below it are replicated, sending them costs more than holding them
-
-
-def start(cpu_devices: int | None = None) -> None:
-    """Before any other call to jax: as many CPU devices as cores, unless XLA_FLAGS says otherwise.
-
-    One device per core is faster than one device with two threads, and makes every run a sharded
-    one. It changes nothing on GPU and TPU.
-    """
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        jax.config.update("jax_num_cpu_devices", cpu_devices or cores)
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Ask glibc to keep what a step frees for the next one, which needs as much.
-
-    XLA's CPU backend takes the scratch memory of a step from malloc at each step. Given back to
-    the system in between, a step of 48 layers of width 64 begins with 16,000 page faults, a tenth
-    of its time (make bench). Blocks above 64 MiB are given back all the same. Elsewhere: nothing.
-    """
-    trim_threshold, top_pad, mmap_max = -1, -2, -4  # as in glibc's malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        glibc = ctypes.CDLL("libc.so.6")
-        glibc.mallopt(trim_threshold, 2**31 - 1)
-        glibc.mallopt(top_pad, 2**27)  # below the size of a heap, an empty one is given back
-        glibc.mallopt(mmap_max, 0)
 
 
 def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:
@@ -148,16 +117,14 @@ def mean_over_data(devices: jax.sharding.Mesh, f: Callable, axes: Any) -> Callab
         return f
 
     def part(model, batch):
-        # a gradient by something that all parts share would be summed where it arises: in the scan
-        model = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), model)
         (loss, aux), gradients = f(model, batch)
         loss, gradients = jax.lax.pmean((loss, gradients), "data")
         return (loss, aux), gradients
 
     split = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, "data"), axes)
-    return jax.shard_map(
+    return _by_part(
         part,
-        mesh=devices,
+        devices,
         in_specs=(PartitionSpec(), PartitionSpec("data")),
         out_specs=((PartitionSpec(), split), PartitionSpec()),
     )
@@ -185,9 +152,15 @@ def members_over_data(devices: jax.sharding.Mesh, f: Callable, axes: tuple) -> C
 
     axes: of each argument, 0 where its axis 0 is the members, None where they share it.
     """
-    return jax.shard_map(
-        f,
-        mesh=devices,
-        in_specs=tuple(PartitionSpec("data") if a == 0 else PartitionSpec() for a in axes),
-        out_specs=PartitionSpec("data"),
-    )
+    specs = tuple(PartitionSpec("data") if axis == 0 else PartitionSpec() for axis in axes)
+    return _by_part(f, devices, in_specs=specs, out_specs=PartitionSpec("data"))
+
+
+def _by_part(f: Callable, devices: jax.sharding.Mesh, **specs: Any) -> Callable:
+    """f on each part of the data axis by itself.
+
+    Unchecked, for jax would then add up over all parts any derivative by what it knows to be the
+    same on them: the gradient by a shared parameter inside the scan, the one by a probe's zeros
+    over runs that have nothing to do with each other.
+    """
+    return jax.shard_map(f, mesh=devices, check_vma=False, **specs)

@@ -4,9 +4,9 @@ import jax
 import pytest
 import tiny
 
-from normstudy import mesh, study, train
+from normstudy import runtime, study, train
 
-mesh.start(cpu_devices=8)
+runtime.start(cpu_devices=8, cache=False)
 # programs run a few times here, on tiny arrays: to optimize them takes longer than that. Processes
 # that tests start are compiled as everywhere else
 jax.config.update("jax_disable_most_optimizations", True)
@@ -39,7 +39,7 @@ def one_device(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """Commands called in this process find their devices started."""
-    monkeypatch.setattr(mesh, "start", lambda cpu_devices=None: None)
+    monkeypatch.setattr(runtime, "start", lambda cpu_devices=None, cache=True: None)
 
 
 @pytest.fixture(scope="session")

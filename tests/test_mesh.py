@@ -121,23 +121,6 @@ def test_batch_is_laid_out_by_sequences_and_keeps_its_values():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 5)}
 
 
-def test_start_leaves_a_forced_device_count_alone(monkeypatch):
-    calls = []
-    monkeypatch.setattr(jax.config, "update", lambda *args: calls.append(args))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    mesh.start()
-    assert calls == []
-    monkeypatch.setenv("XLA_FLAGS", "")
-    mesh.start(cpu_devices=5)
-    assert calls == [("jax_num_cpu_devices", 5)]
-
-
-def test_start_may_be_called_again():
-    """A study asks for the backend first, to choose its preset, and starts afterwards."""
-    mesh.start(cpu_devices=8)
-    assert jax.device_count() == 8
-
-
 def test_describe_names_devices_and_axes():
     found = mesh.describe(mesh.make(config.Mesh(fsdp=2, tensor=2), 8, 8))
     assert found == "8 of 8 cpu devices (data 2, fsdp 2, tensor 2)"
