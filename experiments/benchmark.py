@@ -40,6 +40,7 @@ import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
+from work import matmul_flops
 
 from normstudy import (
     cli,
@@ -182,10 +183,11 @@ def measure_steps(run: config.Run, options: Options) -> Steps:
 
         start("matmul")
         peers, left_out = entrants(options.compiled, workers["matmul"].facts["platform"])
-        for name in ("ours", "ours, probing", *peers):
+        for name in ("ours", "ours, probing", "ours, together", *peers):
             start(name)
         calls = {name: worker.step for name, worker in workers.items()}
         seconds = interleaved(calls, options.rounds)
+        seconds["ours, together"] /= workers["ours, together"].facts["members"]
         facts = {name: worker.facts for name, worker in workers.items()}
         peaks = {name: worker.peak for name, worker in workers.items()}
     floor = matmul_flops(run) / facts["matmul"]["flops"] * seconds["matmul"]
@@ -211,16 +213,6 @@ def entrants(compiled: bool, platform: str = "cpu") -> tuple[list[str], list[str
     return present, absent
 
 
-def matmul_flops(run: config.Run) -> int:
-    """Of one step: a multiplication and an addition for each entry of the matrices and each token,
-    once forward and twice backward, for the gradients of inputs and of weights. The embedding is
-    looked up, and the core of attention (queries by keys, weights by values) is left out."""
-    shape = run.model
-    layer = 4 * shape.width**2 + 2 * shape.width * shape.ff
-    entries = shape.layers * layer + shape.width * shape.vocab
-    return 6 * entries * run.data.batch * shape.context
-
-
 def step_rows(run: config.Run, steps: Steps) -> list[dict[str, Any]]:
     """The table of section step."""
     floor, facts = steps.facts["matmul"], steps.facts
@@ -228,7 +220,7 @@ def step_rows(run: config.Run, steps: Steps) -> list[dict[str, Any]]:
     shape, tokens = run.model, run.data.batch * run.model.context
     unit = f"plain steps of ours ({shape.layers} layers, width {shape.width})"
     found = [
-        row("rounds of one step each, in turns: medians over them", len(rate), "rounds"),
+        row(f"rounds of {contenders.STEPS} steps each, in turns: medians", len(rate), "rounds"),
         row(
             f"matmul: float32, {floor['side']} x {floor['side']}, one on each of "
             f"{floor['devices']} devices", np.median(rate) / GIGA, "GFLOP/s",
@@ -240,7 +232,8 @@ def step_rows(run: config.Run, steps: Steps) -> list[dict[str, Any]]:
     for name, seconds in steps.seconds.items():
         if name == "matmul":
             continue
-        found.append(row(f"{name}: a step", np.median(seconds), "seconds"))
+        each = f", for each of {facts[name]['members']} runs" if "members" in facts[name] else ""
+        found.append(row(f"{name}: a step{each}", np.median(seconds), "seconds"))
         if name != "ours":
             found.append(
                 row(f"{name}: a step, beside ours", paired(seconds, steps.seconds["ours"]), unit)
