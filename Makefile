@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install reproduce tune bench depth thousand test lint figures clean
+.PHONY: install reproduce tune bench profile depth thousand test lint figures clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,9 @@ tune: install
 
 bench: install
 	$(BIN)/python experiments/benchmark.py $(ARGS)
+
+profile: install
+	$(BIN)/python experiments/profile_step.py $(ARGS)
 
 depth: install
 	$(BIN)/python experiments/depth_check.py $(ARGS)

@@ -94,14 +94,12 @@ class Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Of a worker: its parent's package, and nothing that it takes while others have their turn."""
+    """Of a worker: its parent's package. OpenMP's threads are left to wait as torch has them:
+    where OMP_WAIT_POLICY=PASSIVE puts them to sleep, its step takes twice its time."""
     root = str(Path(config.__file__).parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
-        # torch's OpenMP threads would go on spinning after a step, on cores that the next contender
-        # needs. Its own steps were measured to take no longer so, and less on a busy machine
-        "OMP_WAIT_POLICY": "PASSIVE",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the first on a GPU would take its memory
     }
 

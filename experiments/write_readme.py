@@ -38,6 +38,8 @@ def regions() -> dict[str, str]:
         "placements": tables.markdown(placements.as_rows()),
         "quantities": tables.markdown(quantities.as_rows()),
         "bench": tables.markdown(_bench()),
+        "profile": tables.markdown(_rows("profile.csv")),
+        "thousand": tables.markdown(_rows("thousand_layers.csv")),
         "depth": tables.markdown(_depth()),
         "outcomes": "\n".join(f"- `{word}`: {says}" for word, says in outcome.WORDS.items()),
         "results": "\n\n".join(
@@ -53,8 +55,6 @@ def _bench() -> list[dict[str, Any]]:
 
 def _depth() -> list[dict[str, Any]]:
     """The rows of depth_slopes.csv that `make depth ARGS="--out experiments/results"` wrote."""
-    with _path("depth_slopes.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
     return [
         {
             "quantity": row["quantity"],
@@ -63,9 +63,15 @@ def _depth() -> list[dict[str, Any]]:
             "mean field": row["mean field"],
             "measured": f"{row['measured']} ± {row['se']}",
         }
-        for row in rows
+        for row in _rows("depth_slopes.csv")
         if row["quantity"] in EXPONENTS
     ]
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    """A CSV file of the results: `make profile`, `make thousand` and `make depth` write them."""
+    with _path(name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def fill(text: str) -> str:

@@ -15,11 +15,11 @@ from normstudy import config, placements
 from normstudy.dims import Logits, Stream, Streams, Tokens
 from normstudy.inits import matrix
 from normstudy.norms import Norm
-from normstudy.operations import PLAIN, Operations
+from normstudy.operations import ATTENDED, PLAIN, Operations
 from normstudy.sublayers import Attention, Mlp
 
 # what the backward pass does not make again: as small as the stream, and dear to make
-KEPT = ("attended", "branch")
+KEPT = (ATTENDED, "branch")
 
 Cut = tuple[str, ...]  # the sublayers through whose branches no gradient goes: attn, mlp
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+ATTENDED = "attended"  # name of what attention makes, for a backward pass that keeps it
 
 
 class Operations(NamedTuple):
@@ -70,13 +73,15 @@ def attend(
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, -1).transpose(0, 2, 1)[..., None]
     y = jnp.einsum("BHTS,BSHK->BTHK", weights.astype(v.dtype), v, preferred_element_type=wide)
-    return (y / total).astype(v.dtype)
+    # named before the division, whose gradient asks for what was divided
+    return (checkpoint_name(y, ATTENDED) / total).astype(v.dtype)
 
 
 def attend_fused(q: Array, k: Array, v: Array) -> Array:
     """The same; on a GPU in 16 bits by cuDNN, which never holds the scores."""
     if jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return checkpoint_name(y, ATTENDED)
     return attend(q, k, v)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from normstudy.config import Model
@@ -37,7 +36,7 @@ class Attention(nnx.Module):
             for name, w in (("q", self.q), ("k", self.k), ("v", self.v))
         )
         with jax.named_scope("attention"):
-            y_BTHK = checkpoint_name(ops.attend(q, k, v), "attended")
+            y_BTHK = ops.attend(q, k, v)
         return _project(ops, "o", y_BTHK.reshape(B, T, D), self.o)
 
 

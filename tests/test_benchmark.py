@@ -17,6 +17,7 @@ from normstudy.roles import ROLES, role_of
 from normstudy.trees import path_names
 
 # scripts find their neighbours beside them; here they are in sys.modules once they are loaded
+work = tiny.experiment("work")
 compiling, contenders = tiny.experiment("compiling"), tiny.experiment("contenders")
 benchmark, thousand = tiny.experiment("benchmark"), tiny.experiment("thousand_layers")
 

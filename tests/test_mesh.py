@@ -1,5 +1,7 @@
 """Who holds what, and meshes that do not fit."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -124,3 +126,17 @@ def test_batch_is_laid_out_by_sequences_and_keeps_its_values():
 def test_describe_names_devices_and_axes():
     found = mesh.describe(mesh.make(config.Mesh(fsdp=2, tensor=2), 8, 8))
     assert found == "8 of 8 cpu devices (data 2, fsdp 2, tensor 2)"
+
+
+def test_devices_meet_once_a_step_and_not_for_every_layer():
+    """The gradients' average stands behind the scan: no loop of the program holds a collective."""
+    run = tiny.run()
+    compiled, devices = programs.of(run)
+    batch = mesh.put_batch(devices, np.zeros((8, run.model.context + 1), np.int32))
+    text = compiled.plain.lower(compiled.abstract, batch, np.float32(0.01)).compile().as_text()
+    bodies = re.findall(r"\bwhile\(.*?body=%?([\w.-]+)", text)
+    assert len(bodies) >= 2  # forward and backward
+    for body in bodies:
+        (inside,) = re.findall(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)
+        assert "all-reduce" not in inside
+    assert "all-reduce" in text
