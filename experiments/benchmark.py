@@ -11,11 +11,12 @@ large float32 product on the same devices. A step that reached it would do nothi
 
 Command   make bench ARGS="--json experiments/results/bench.json --figure bench.png"
           make bench ARGS="--sections step --rounds 25 --compiled"
-Time      5 minutes on two CPU cores; --compiled: about four more
+Time      6 minutes on two CPU cores; --compiled: two more, or five where torch has compiled nothing yet
 Expect    a table, and as --json, --csv, --figure say. A plain step at most 0.6 of torch's and
-          transformers' (pip install -e '.[bench]'), at 30% of the floor's rate or more; 1000 layers compiled in the time of 48; the
-          Jacobian norms of all layers, 8 vectors, at most 12 plain steps; probing at the default
-          cadence at most 10% of the wall time of make reproduce, once its programs are in the cache
+          transformers' (pip install -e '.[bench]'), at 30% of the matmul's rate or more; 1000
+          layers compiled in the time of 48; the Jacobian norms of all layers, 8 vectors, at most 12
+          plain steps; probing at the default cadence at most 10% of the wall time of make
+          reproduce, once its programs are in the cache
 """
 
 from __future__ import annotations

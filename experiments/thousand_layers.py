@@ -5,7 +5,7 @@ probes and all. One layer is compiled and scanned over, so that neither the time
 the memory of a layer should grow with their number.
 
 Command   make thousand ARGS="--csv experiments/results/thousand_layers.csv"
-Time      5 minutes on two CPU cores, 6 GB of memory, 0.5 GB of disk for the checkpoint
+Time      4 minutes on two CPU cores, 6 GB of memory, 0.5 GB of disk for the checkpoint
 Expect    a table, and as --csv says: compiled in at most 1.3 times the time of 48 layers, in
           no more memory a layer, every loss finite, the last below the first; else exit code 1
 """

@@ -49,8 +49,10 @@ def regions() -> dict[str, str]:
 
 
 def _bench() -> list[dict[str, Any]]:
-    """The rows that `make bench ARGS="--json experiments/results/bench.json"` wrote."""
-    return list(json.loads(_path("bench.json").read_text(encoding="utf-8")).values())
+    """Of what `make bench ARGS="--json experiments/results/bench.json"` wrote, what to look at."""
+    rows = json.loads(_path("bench.json").read_text(encoding="utf-8")).values()
+    aside = re.compile(r"rounds|memory|speed|^(tracing|compiling) a plain step")
+    return [row for row in rows if not aside.search(row["what"])]
 
 
 def _depth() -> list[dict[str, Any]]:
