@@ -11,7 +11,7 @@ large float32 product on the same devices. A step that reached it would do nothi
 
 Command   make bench ARGS="--json experiments/results/bench.json --figure bench.png"
           make bench ARGS="--sections step --rounds 25 --compiled"
-Time      6 minutes on two CPU cores; --compiled: two more, or five where torch has compiled nothing yet
+Time      6 minutes on two CPU cores; --compiled: two to five more
 Expect    a table, and as --json, --csv, --figure say. A plain step at most 0.6 of torch's and
           transformers' (pip install -e '.[bench]'), at 30% of the matmul's rate or more; 1000
           layers compiled in the time of 48; the Jacobian norms of all layers, 8 vectors, at most 12

@@ -72,8 +72,15 @@ def _depth() -> list[dict[str, Any]]:
 
 def _rows(name: str) -> list[dict[str, Any]]:
     """A CSV file of the results: `make profile`, `make thousand` and `make depth` write them."""
+
+    def short(text: str) -> str:
+        try:
+            return tables.cell(float(text))
+        except ValueError:
+            return text
+
     with _path(name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [{key: short(text) for key, text in row.items()} for row in csv.DictReader(file)]
 
 
 def fill(text: str) -> str:

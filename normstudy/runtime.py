@@ -48,7 +48,7 @@ def keep_freed_memory() -> bool:
     """Ask glibc to keep what a step frees for the next one, which needs as much. False: no glibc.
 
     XLA's CPU backend takes the scratch memory of a step from malloc at each step. Where it goes
-    back to the system in between, a step of 48 layers of width 64 begins with 16,000 page faults.
+    back to the system in between, each step begins with thousands of page faults.
     Blocks above 64 MiB, the size of a heap of glibc's, go back all the same.
     """
     trim_threshold, top_pad, mmap_max = -1, -2, -4  # as in glibc's malloc.h
