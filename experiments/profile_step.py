@@ -16,7 +16,7 @@ import gzip
 import json
 import re
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from normstudy.errors import UserError
 from normstudy.progress import say
 
 STEPS = 5
+WHOLE = "a step"
 PASSES = ("forward", "again", "backward", "once")
 # the first pattern that a scope has names its part
 PARTS = {
@@ -93,7 +94,8 @@ def trace(run: config.Run) -> tuple[dict[str, str], dict[str, float], dict[str, 
             jax.block_until_ready((state, metrics))
         (written,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
-    spent, times = Counter(), Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
+    times: defaultdict[str, float] = defaultdict(float)
     for event in events:
         if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
             spent[event["name"]] += event["dur"] / 1e3 / STEPS / devices.size
@@ -106,22 +108,24 @@ def table(
     scopes: dict[str, str], spent: dict[str, float], times: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Rows by part, columns by pass, milliseconds; the loops themselves hold what is in them."""
-    cells: dict[str, Counter] = {}
+    cells: dict[str, dict[str, float]] = {}
     for name, milliseconds in spent.items():
         if name.startswith(("while", "call", "conditional")):
             continue
         part, when = place(name, scopes.get(name, ""), times[name])
-        cells.setdefault(part, Counter())[when] += milliseconds
-    total = sum((own for own in cells.values()), Counter())
-    order = sorted(cells, key=lambda part: -cells[part].total())
+        for row in (part, WHOLE):
+            own = cells.setdefault(row, dict.fromkeys(PASSES, 0.0))
+            own[when] += milliseconds
+    whole = sum(cells[WHOLE].values())
+    order = sorted(cells, key=lambda part: (part == WHOLE, -sum(cells[part].values())))
     return [
         {
             "part": part,
-            **{f"{when} (ms)": round(own[when], 1) for when in PASSES},
-            "all (ms)": round(own.total(), 1),
-            "share (per cent)": round(100 * own.total() / total.total(), 1),
+            **{f"{when} (ms)": round(cells[part][when], 1) for when in PASSES},
+            "all (ms)": round(sum(cells[part].values()), 1),
+            "share (per cent)": round(100 * sum(cells[part].values()) / whole, 1),
         }
-        for part, own in [*((part, cells[part]) for part in order), ("a step", total)]
+        for part in order
     ]
 
 
