@@ -139,7 +139,9 @@ def test_compiled_torch_takes_part_when_it_is_asked_for(monkeypatch):
 
 
 def test_every_entrant_has_a_worker():
-    assert {"matmul", "ours", "ours, probing", *benchmark.PEERS} == set(contenders.CONTENDERS)
+    assert {"matmul", "ours", "ours, probing", "ours, together", *benchmark.PEERS} == set(
+        contenders.CONTENDERS
+    )
 
 
 def test_table_has_every_row_and_all_files_hold_it(tmp_path, capsys, no_torch, quick, monkeypatch):
@@ -156,12 +158,12 @@ def test_table_has_every_row_and_all_files_hold_it(tmp_path, capsys, no_torch, q
          "--csv", str(paths["csv"]), "--figure", str(paths["png"])]
     )  # fmt: skip
     by_name = json.loads(paths["json"].read_text(encoding="utf-8"))
-    assert [worker.process.returncode for worker in started] == [0, 0, 0]
+    assert [worker.process.returncode for worker in started] == [0, 0, 0, 0]
     beside = "plain steps of ours (2 layers, width 8)"
     units = {what.partition("matmul: float32")[1] or what: row["unit"]
              for what, row in by_name.items()}  # fmt: skip
     assert units == {
-        "rounds of one step each, in turns: medians over them": "rounds",
+        "rounds of 3 steps each, in turns: medians": "rounds",
         "matmul: float32": "GFLOP/s",
         "matmul: work of a plain step, attention core left out": "GFLOP",
         "matmul: that work at that rate, the floor": "seconds",
@@ -176,6 +178,13 @@ def test_table_has_every_row_and_all_files_hold_it(tmp_path, capsys, no_torch, q
         "ours, probing: first step": "seconds",
         "ours, probing: memory of the compiled step, each device": "MiB",
         "ours, probing: peak memory of its process": "MiB",
+        f"ours, together: a step, for each of {contenders.cores()} runs": "seconds",
+        "ours, together: a step, beside ours": beside,
+        "ours, together: of the matmul rate": "per cent",
+        "ours, together: speed": "tokens/s",
+        "ours, together: first step": "seconds",
+        "ours, together: memory of the compiled step, each device": "MiB",
+        "ours, together: peak memory of its process": "MiB",
     }
     assert all(row["value"] > 0 for row in by_name.values())
     with paths["csv"].open(encoding="utf-8", newline="") as file:
