@@ -170,7 +170,8 @@ def _loop(
         results[i] = _result(member, feed, compiled, devices, save(i), logs[i].losses, why)
         record.write_json(member.folder / record.OUTCOME, results[i])
         word, step, because = (results[i][key] for key in ("word", "step", "why"))
-        bar.say(f"{member.name}: {word} (step {step}): {because}; stopped: {why}")
+        who = member.name if alone else f"{member.name}, seed {member.run.seed}"
+        bar.say(f"{who}: {word} (step {step}): {because}; stopped: {why}")
 
     with contextlib.ExitStack() as files, _interruptible() as asked_to_stop:
         logs = [files.enter_context(RunLog(m.folder, m.run, begin)) for m in members]
