@@ -179,14 +179,18 @@ def _loop(
         bar = files.enter_context(Progress(_names(members), begin, run.steps, tokens))
         for step in range(begin, run.steps):
             batch, lr = put(feed.batches[step]), jnp.float32(every(list(rates[:, step])))
+            probe = None
             if step in probed:
                 key, edge = every([probe_key(m.run, step) for m in members]), {}
                 if run.probe.curvature:  # a resumed run searches from random vectors once
                     edge, start = compiled.sharpness(state, batch, lr, start)
-                state, values = step_of.probing(state, batch, lr, probe_batch, unigram, key)
-                values["probe"] |= edge
-            else:
-                state, values = step_of.plain(state, batch, lr)
+                probe = edge | step_of.measure(state.model, probe_batch, unigram, key)
+                before = jax.tree.map(jnp.copy, state.model)  # a step gives its state away
+            state, values = step_of.step(state, batch, lr)
+            of_update = values.pop("update")
+            if probe is not None:
+                probe |= of_update | step_of.effect(before, state.model, batch)
+                values["probe"], before = probe, None
             settle()
             if not going():
                 break
