@@ -94,6 +94,13 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put_replicated(mesh: jax.sharding.Mesh, value: Any) -> jax.Array:
+    """A value, the same on every process, whole on every device."""
+    return jax.make_array_from_callback(
+        np.shape(value), replicated(mesh), lambda index: np.asarray(value)[index]
+    )
+
+
 def put_batch(mesh: jax.sharding.Mesh, batch: np.ndarray) -> jax.Array:
     """A batch (B, ...), the same on every process, laid out by its first axis."""
     sharding = NamedSharding(mesh, PartitionSpec(BATCH))

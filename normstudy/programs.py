@@ -180,10 +180,10 @@ def _compiled(
             donate_argnums=0,
             out_shardings=(shardings, mesh.replicated(devices)),
         ),
-        measure=jit(_measure(vectors)),
-        effect=jit(anatomy.effect),
+        measure=jit(_measure(vectors), out_shardings=mesh.replicated(devices)),
+        effect=jit(anatomy.effect, out_shardings=mesh.replicated(devices)),
         sharpness=jit(functools.partial(sharpness, optimizer=optimizer)),
-        loss=jit(token_loss),
+        loss=jit(token_loss, out_shardings=mesh.replicated(devices)),
         abstract=abstract,
     )
 
@@ -233,8 +233,13 @@ def _ensemble(
             donate_argnums=0,
             out_shardings=(shardings, mesh.replicated(devices)),
         ),
-        measure=jit(all_members(_measure(vectors), (0, None, None, 0))),
-        effect=jit(all_members(anatomy.effect, (0, 0, None))),
+        measure=jit(
+            all_members(_measure(vectors), (0, None, None, 0)),
+            out_shardings=mesh.replicated(devices),
+        ),
+        effect=jit(
+            all_members(anatomy.effect, (0, 0, None)), out_shardings=mesh.replicated(devices)
+        ),
         own=jit(
             lambda states, m: jax.tree.map(lambda leaf: leaf[m], states),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, alone),
