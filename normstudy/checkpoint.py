@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from normstudy import hosts, manifest, preemption
+from normstudy import hosts, manifest, preemption, remote
 from normstudy.errors import Damaged, NotSaved, UserError
 from normstudy.progress import say
 from normstudy.trees import from_dict, to_dict
 
-FOLDER = "ckpt"
+FOLDER = remote.CHECKPOINTS
 
 # orbax tells every save at the level of a warning or of absl's info; our own lines say what matters
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -93,7 +94,8 @@ class Saver:
             if response is None or not response.result():
                 raise OSError(f"{self.run_folder} already holds {steps(self.run_folder)}")
             if hosts.leads():
-                manifest.write(self.run_folder / FOLDER / str(step), {"step": step, **self.about})
+                remote.push(self.run_folder)  # a sound step has the logs that led to it
+                manifest.write(_folder(self.run_folder) / str(step), {"step": step, **self.about})
 
     def _fail(self, step: int, error: Exception) -> None:
         last = "there is none yet" if self.newest is None else f"the last one is {self.newest}"
@@ -122,7 +124,7 @@ def latest(run_folder: Path) -> int | None:
 def newest_sound(run_folder: Path) -> int | None:
     """Step of the newest checkpoint that is what was saved, or None. Says which ones are not."""
     for step in reversed(steps(run_folder)):
-        problem = manifest.look(run_folder / FOLDER / str(step)).problem
+        problem = manifest.look(_folder(run_folder) / str(step)).problem
         if not problem:
             return step
         say(f"checkpoint {step} of {run_folder} is left out: {problem}")
@@ -133,19 +135,20 @@ def discard_after(run_folder: Path, step: int) -> None:
     """Put aside what lies above a step, to be trained again: RUN/ckpt/damaged/STEP."""
     for own in steps(run_folder):
         if own > step:
-            aside = run_folder / FOLDER / "damaged" / str(own)
-            number = 1
+            damaged, number = _folder(run_folder) / "damaged", 1
+            aside = damaged / str(own)
             while aside.exists():
-                aside, number = aside.with_name(f"{own}-{number}"), number + 1
-            aside.parent.mkdir(exist_ok=True)
-            (run_folder / FOLDER / str(own)).rename(aside)
+                aside, number = damaged / f"{own}-{number}", number + 1
+            damaged.mkdir(parents=True, exist_ok=True)
+            (_folder(run_folder) / str(own)).rename(aside)
 
 
 def steps(run_folder: Path) -> list[int]:
     """Steps that have a checkpoint, in order. What orbax is still writing has another name."""
-    if not (run_folder / FOLDER).is_dir():
+    folder = _folder(run_folder)
+    if not folder.is_dir():
         return []
-    return sorted(int(own.name) for own in (run_folder / FOLDER).iterdir() if own.name.isdigit())
+    return sorted(int(own.name) for own in folder.iterdir() if own.name.isdigit())
 
 
 def restore(run_folder: Path, step: int, like: Any) -> Any:
@@ -154,7 +157,7 @@ def restore(run_folder: Path, step: int, like: Any) -> Any:
     Raises Damaged when it is not what was saved, UserError when a path is missing or has another
     shape than the config gives.
     """
-    problem = hosts.first(lambda: manifest.look(run_folder / FOLDER / str(step)).problem)
+    problem = hosts.first(lambda: manifest.look(_folder(run_folder) / str(step)).problem)
     if problem:
         raise Damaged(f"checkpoint {step} of {run_folder} is damaged: {problem}")
     with _open(run_folder) as checkpointer:
@@ -176,7 +179,7 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
 
     Raises UserError when there is no checkpoint, or not that one (lists those there are).
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(path))
     if path.parent.name == FOLDER and path.name.isdigit():
         path, step = path.parent.parent, int(path.name) if step is None else step
     elif path.name == FOLDER:
@@ -191,12 +194,17 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
     return path, found[-1] if step is None else step
 
 
+def _folder(run_folder: Path) -> Any:
+    """Where the steps are: a path here or on an object store."""
+    return remote.home(run_folder) / FOLDER
+
+
 def _open(run_folder: Path, **options: Any) -> ocp.training.Checkpointer:
     every_step: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
-    context = ocp.Context()
+    context, folder = ocp.Context(), _folder(run_folder)
     context.array.saving.use_ocdbt = False  # a folder for each array: damage can be told by name
     return ocp.training.Checkpointer(
-        str((run_folder / FOLDER).resolve()),
+        os.path.abspath(folder) if isinstance(folder, Path) else folder,
         context=context,
         save_decision_policy=every_step,
         **options,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from normstudy import config, frames, measured, tables
+from normstudy import config, frames, measured, remote, tables
 from normstudy.errors import Damaged, NotFinite, UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
@@ -62,7 +62,7 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
     for name in ("seeds", "together"):
         if getattr(command.study, name) < 1:
             raise UserError(f"{name} must be at least 1, not {getattr(command.study, name)}")
-    return command.study, command.run
+    return dataclasses.replace(command.study, out=remote.local(command.study.out)), command.run
 
 
 def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str) -> Any:
@@ -156,7 +156,8 @@ def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
     from normstudy import figures as draw
 
-    drawn = draw.draw_all(frames.load(command.path), command.out or command.path / "figures")
+    path = _pulled(command.path)
+    drawn = draw.draw_all(frames.load(path), command.out or path / "figures")
     rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
     print(as_json(rows) if command.json else "\n".join(row["figure"] for row in rows))
 
@@ -182,7 +183,7 @@ def probe(argv: Sequence[str]) -> None:
     )
     if command.figure:
         probe_figure.check(command.figure)
-    paths = [*command.paths, *([command.against] if command.against else [])]
+    paths = [*map(_pulled, command.paths), *map(_pulled, [command.against] * bool(command.against))]
     found = list(inspection.inspect(paths, options))
     if command.against and len(found) != 2:
         raise UserError("--against compares one step with one step: name it by --step")
@@ -231,14 +232,16 @@ def train(argv: Sequence[str]) -> None:
     from normstudy import train as loop
 
     runtime.start(launch=command.options.launch)
+    out = remote.local(command.options.out)
+    hosts.first(lambda: remote.pull(out))
     loop.check(command.run)
     name = command.run.model.placement
     launch = command.options.launch
-    result = loop.train(command.run, command.options.out, name, launch.may_change)
+    result = loop.train(command.run, out, name, launch.may_change)
     if hosts.leads():
         print(f"{name}: {result['word']} (step {result['step']}): {result['why']}")
     if "not_finite" in result:
-        raise NotFinite(f"{command.options.out} holds what is known of it, and the last checkpoint")
+        raise NotFinite(f"{out} holds what is known of it, and the last checkpoint")
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def verify(argv: Sequence[str]) -> None:
     command = _parse(Verify, argv)
     from normstudy import manifest
 
-    rows = manifest.look_at_all(command.path)
+    rows = manifest.look_at_all(remote.home(remote.local(command.path)))
     print(as_json(rows) if command.json else tables.text(rows))
     damaged = [row["checkpoint"] for row in rows if row["problem"]]
     if damaged:
@@ -296,6 +299,16 @@ def as_json(value: Any) -> str:
 def _parse(kind: Any, argv: Sequence[str]) -> Any:
     _check_options(argv, [f.name for f in dataclasses.fields(kind)])
     return tyro.cli(kind, args=list(argv))
+
+
+def _pulled(path: Path) -> Path:
+    """The folder itself, or a fresh local copy of what lies on an object store."""
+    names = path.parts[::-1]
+    below = 2 if len(names) > 1 and names[1] == remote.CHECKPOINTS else 0
+    below = 1 if names[:1] == (remote.CHECKPOINTS,) else below  # ckpt, or one step in it
+    copy = remote.local(path.parents[below - 1] if below else path)
+    remote.pull(copy)
+    return copy.joinpath(*names[:below][::-1])
 
 
 def _check_options(argv: Sequence[str], valid: Sequence[str]) -> None:

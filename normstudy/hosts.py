@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from normstudy import config, progress
+from normstudy import config, progress, remote
 from normstudy.errors import UserError
 
 VARIABLES = {
@@ -97,10 +97,11 @@ def meet_in(folder: Path) -> None:
     """Raises UserError when the processes do not all see one and the same folder."""
     if jax.process_count() == 1:
         return
-    token = folder / f".meeting-{first(lambda: uuid.uuid4().hex)}"
+    shared = remote.home(folder)
+    token = shared / f".meeting-{first(lambda: uuid.uuid4().hex)}"
 
     def leave_word() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        shared.mkdir(parents=True, exist_ok=True)
         token.touch()
 
     first(leave_word)
@@ -112,9 +113,9 @@ def meet_in(folder: Path) -> None:
     blind = [str(index) for index, sees in enumerate(np.ravel(seen)) if not sees]
     if blind:
         raise UserError(
-            f"{folder} is not one folder for all {jax.process_count()} processes: what process 0 "
+            f"{shared} is not one folder for all {jax.process_count()} processes: what process 0 "
             f"wrote there was not seen by process {', '.join(blind)} within {SEEN_WITHIN:.0f} s. "
-            "Checkpoints are written by all: give --out on a disk that all of them mount"
+            "Checkpoints are written by all: give --out on a disk that all of them mount, or gs://..."
         )
 
 

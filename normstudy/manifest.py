@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from normstudy import remote
 from normstudy.errors import UserError
 
 NAME = "manifest.json"
+CHUNK = 2**22  # bytes read at a time
 
 
 class Found(NamedTuple):
@@ -24,15 +26,19 @@ class Found(NamedTuple):
     size: int  # bytes
 
 
-def write(folder: Path, about: dict[str, Any]) -> None:
-    """Seal a step that orbax has finished; on the disk before this returns. about: JSON values."""
-    files = {
-        str(path.relative_to(folder)): {"sha256": _sha256(path), "bytes": path.stat().st_size}
-        for path in _files(folder)
-    }
+def write(folder: Any, about: dict[str, Any]) -> None:
+    """Seal a step that orbax has finished; on the disk before this returns.
+
+    folder: a path here or on an object store. about: JSON values.
+    """
+    files = {str(path.relative_to(folder)): _sum(path) for path in _files(folder)}
+    text = json.dumps({**about, "files": files}, indent=1)
+    if not isinstance(folder, Path):  # an object is there whole or not at all
+        (folder / NAME).write_text(text)
+        return
     partial = folder / f"{NAME}.partial"
     with partial.open("w", encoding="utf-8") as file:
-        json.dump({**about, "files": files}, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(folder / NAME)
@@ -43,13 +49,13 @@ def write(folder: Path, about: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def look(folder: Path) -> Found:
+def look(folder: Any) -> Found:
     """Read every file of a step again."""
     path = folder / NAME
     if not path.exists():
         return Found("it was never finished (no manifest: killed while it was being saved?)", 0, 0)
     try:
-        sealed = json.loads(path.read_text(encoding="utf-8"))["files"]
+        sealed = json.loads(path.read_text())["files"]
         size = sum(own["bytes"] for own in sealed.values())
     except (OSError, ValueError, KeyError, TypeError):
         return Found(f"{NAME} is damaged", 0, 0)
@@ -63,7 +69,7 @@ def look(folder: Path) -> Found:
     return Found("", len(sealed), size)
 
 
-def look_at_all(path: Path) -> list[dict[str, Any]]:
+def look_at_all(path: Any) -> list[dict[str, Any]]:
     """One row for each checkpoint of a study, a run, a ckpt folder, or of that one step.
 
     Raises UserError when there is none.
@@ -87,14 +93,14 @@ def look_at_all(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _problem(path: Path, sealed: dict[str, Any]) -> str:
+def _problem(path: Any, sealed: dict[str, Any]) -> str:
     try:
-        size = path.stat().st_size
-        if size != sealed["bytes"]:
-            return f"has {size} bytes instead of {sealed['bytes']}"
-        return "" if _sha256(path) == sealed["sha256"] else "is not what was saved (other bytes)"
+        found = _sum(path)
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return f"cannot be read ({error.strerror or error})"
+    if found["bytes"] != sealed["bytes"]:
+        return f"has {found['bytes']} bytes instead of {sealed['bytes']}"
+    return "" if found == sealed else "is not what was saved (other bytes)"
 
 
 def _leaf(name: str) -> str:
@@ -103,11 +109,15 @@ def _leaf(name: str) -> str:
     return f" (of {parts[1]})" if len(parts) > 2 and parts[0] == "state" else ""
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Any) -> list[Any]:
     ours = (NAME, f"{NAME}.partial")
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in ours)
+    return [path for path in remote.files(folder) if path.name not in ours]
 
 
-def _sha256(path: Path) -> str:
+def _sum(path: Any) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(CHUNK):
+            digest.update(part)
+            size += len(part)
+    return {"sha256": digest.hexdigest(), "bytes": size}

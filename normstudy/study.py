@@ -22,6 +22,7 @@ from normstudy import (
     mesh,
     programs,
     record,
+    remote,
     report,
     schedules,
     tables,
@@ -65,6 +66,7 @@ def run_arms(
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
     hosts.meet_in(out)
+    hosts.first(lambda: remote.pull(out))
     hosts.first(lambda: record.open_folder(out, identity, kind, may_change))
     say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
     devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
@@ -114,6 +116,7 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
         say("drawing the figures")
         drawn = figures.draw_all(runs, out / "figures")
         report.write(out / "report.html", title, card, runs, rows, drawn)
+    remote.push(out)
     return rows
 
 

@@ -33,6 +33,7 @@ from normstudy import (
     preemption,
     programs,
     record,
+    remote,
     schedules,
     watchdog,
 )
@@ -197,6 +198,7 @@ def _loop(
         savers[i].close()
         if hosts.leads():
             record.write_json(member.folder / record.OUTCOME, results[i])
+            remote.push(member.folder)
             attempts_at[i].end("done", why)
         word, step, because = (results[i][key] for key in ("word", "step", "why"))
         who = member.name if alone else f"{member.name}, seed {member.run.seed}"

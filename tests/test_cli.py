@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 from normstudy import cli, config, study, train
+from normstudy.errors import Interrupted
 from normstudy.placements import PLACEMENTS
 
 SMOKE = ["--preset", "smoke"]
