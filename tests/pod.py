@@ -56,9 +56,10 @@ class Pod:
         self.env = {
             "PATH": f"{fake}:{FAKES}:/usr/bin:/bin", "HOME": str(folder / "home"),
             "LANG": "C.UTF-8", "NAME": "norms", "ZONE": "us-central2-b", "TYPE": "v4-8",
-            "OUT": str(self.out), "LOGS": str(self.logs), "SLEEP": ":", "FAKE_POD": str(self.folder),
-            "FAKE_GCLOUD_LOG": str(self.log), "FAKE_GCLOUD_SCENARIO": str(self.scenario),
-            "FAKE_PYTHON": sys.executable, "FAKE_COORDINATOR": f"localhost:{free_port()}",
+            "OUT": str(self.out), "LOGS": str(self.logs), "SLEEP": ":",
+            "FAKE_POD": str(self.folder), "FAKE_GCLOUD_LOG": str(self.log),
+            "FAKE_GCLOUD_SCENARIO": str(self.scenario), "FAKE_PYTHON": sys.executable,
+            "FAKE_COORDINATOR": f"localhost:{free_port()}",
             "FAKE_WORKER_ENV": json.dumps({"HUGE_PAGES": str(folder / "huge_pages")}),
         }  # fmt: skip
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pod import FAKES, ROOT, SCRIPTS, Pod, answers, states
 GOLDEN = Path(__file__).parent / "golden"
 SHELL = [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "slurm.sbatch", FAKES / "uv", FAKES / "sudo"]
 STUDY = {"ATTEMPT": "20260101T000000Z-1", "OUT": "gs://bucket/norms", "TYPE": "v4-32"}
+SMALL = STUDY | {"TYPE": "v4-8"}
 
 DRY_RUNS = {
     "create": (["create.sh"], {"TYPE": "v5p-64", "PROVISION": "reserved", "PROJECT": "mine"}),
@@ -23,8 +23,8 @@ DRY_RUNS = {
     "delete": (["delete.sh"], {}),
     "launch": (["launch.sh", "--seeds", "3", "--corpus", "my text"], STUDY),
     "launch_shared": (["launch.sh"], STUDY | {"OUT": "/shared/norms", "TYPE": "v5litepod-8"}),
-    "launch_other": (["launch.sh", "--", "sh", "-c", 'echo "it\'s $HOME"'], STUDY | {"TYPE": "v4-8"}),
-    "supervise": (["supervise.sh", "--retries", "2", "--arms", "post"], STUDY | {"TYPE": "v4-8"}),
+    "launch_other": (["launch.sh", "--", "sh", "-c", 'echo "it\'s $HOME"'], SMALL),
+    "supervise": (["supervise.sh", "--retries", "2", "--arms", "post"], SMALL),
     "stop": (["stop.sh"], {"TYPE": "v4-16"}),
     "status": (["status.sh"], {"OUT": "gs://bucket/norms"}),
     "logs": (["logs.sh", "1", "-n", "20", "-f"], {}),
@@ -88,10 +88,10 @@ def test_what_a_dry_run_prints_can_be_pasted(pod):
     assert pod.calls("ssh") + pod.calls("scp") == by_hand
 
 
-@pytest.mark.parametrize("script", ["create.sh", "delete.sh", "launch.sh", "supervise.sh", "stop.sh",
-                                    "status.sh", "logs.sh", "cost.sh"])  # fmt: skip
+@pytest.mark.parametrize("script", ["create", "delete", "launch", "supervise", "stop", "status",
+                                    "logs", "cost"])  # fmt: skip
 def test_every_script_checks_which_pod_is_meant(pod, script):
-    ran = pod.run(script, NAME="")
+    ran = pod.run(f"{script}.sh", NAME="")
     assert (ran.returncode, ran.stderr) == (
         2,
         "error: NAME is not set: the pod's name, as in NAME=norms\n",
@@ -160,7 +160,8 @@ def test_another_image_can_be_asked_for(pod):
     ("codes", "one"),
     [
         ("0 0 0", 0), ("75 75", 75), ("134 75", 75), ("143 134 75", 75), ("0 75", 75),
-        ("134 143", 134), ("0 134", 134), ("75 1", 1), ("134 2 134", 2), ("75 3", 3), ("255 75", 255),
+        ("134 143", 134), ("0 134", 134), ("75 1", 1), ("134 2 134", 2), ("75 3", 3),
+        ("255 75", 255),
     ],
 )  # fmt: skip
 def test_one_code_stands_for_all_workers(pod, codes, one):
@@ -172,7 +173,10 @@ def test_cost_is_chips_times_hours(pod):
         "16 chips x 2.5 hours = 40.0 chip-hours" in pod.run("cost.sh", "2.5", TYPE="v4-32").stdout
     )
     pod.logs.mkdir()
-    lines = [{"attempt": n, "seconds": 1800 * n, "exit_code": 0, "chips": 16} for n in (1, 2, 3)]
+    lines = [
+        {"attempt": n, "waited": 9999, "seconds": 1800 * n, "exit_code": 0, "chips": 16}
+        for n in (1, 2, 3)
+    ]
     (pod.logs / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "3 attempts so far: 48.0 chip-hours" in pod.run("cost.sh").stdout
 
@@ -368,22 +372,27 @@ def test_status_tells_state_price_and_what_is_there(pod):
 # --- README
 
 
-def test_the_page_runs_from_top_to_bottom(no_pod):
-    page = (SCRIPTS / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```sh\n(.*?)```", page, re.S)
-    commands = "".join(blocks).replace("BUCKET", "bucket")
-    # what is not ours is not run: uploads, clusters
-    ours = "\n".join(
-        line for line in commands.splitlines() if not re.match("sbatch|kubectl|OUT=", line)
-    )
+PAGE = (SCRIPTS / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_run_from_top_to_bottom(no_pod):
+    commands = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.S)).replace("BUCKET", "bucket")
     ran = subprocess.run(
-        ["bash", "-e"], input=ours, cwd=ROOT, env=no_pod.env | {"DRY_RUN": "1"},
+        ["bash", "-e"], input=commands, cwd=ROOT, env=no_pod.env | {"DRY_RUN": "1"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "--accelerator-type=v4-32" in ran.stdout
-    scripts = {path.name for path in SCRIPTS.glob("*.sh")} - {"common.sh", "gcloud.sh"}
-    assert {name for name in scripts if name in page} == scripts
-    for word in shlex.split(ours, comments=True):
-        if word.startswith("tpu_scripts/"):
-            assert os.access(ROOT / word, os.X_OK), word
+    assert "--accelerator-type=v4-32" in ran.stdout and "gs://bucket/norms" in ran.stdout
+    assert not no_pod.calls()
+
+
+def test_the_page_names_every_file_and_no_other():
+    there = {path.name for path in SCRIPTS.iterdir() if not path.name.startswith(".")}
+    named = set(re.findall(r"\b\w+\.(?:sh|sbatch|yaml)\b", PAGE))
+    assert named == there - {"README.md"}
+
+
+def test_the_page_has_the_price_that_is_computed(pod):
+    (shown,) = re.findall(r"<!-- cost -->\n```\n(.*?)```\n<!-- /cost -->", PAGE, re.S)
+    assert shown == pod.run("cost.sh", "5", TYPE="v4-32").stdout
+    assert "on a v4-32, 16 chip-hours an hour" in " ".join(PAGE.split())

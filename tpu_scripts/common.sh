@@ -18,7 +18,10 @@ exec 3>&1 # dry runs print here, also from within $(...)
 dry() { [ "${DRY_RUN:-0}" = 1 ]; }
 
 # what a dry run prints can be pasted: words are comments there
-say() { if dry; then echo "# $*"; else echo "== $*"; fi; }
+say() {
+  local text=$*
+  if dry; then echo "# ${text//$'\n'/$'\n'# }"; else echo "== $text"; fi
+}
 
 # bad REASON: the input is wrong, and nothing was done
 bad() {

@@ -91,6 +91,7 @@ delete_pod() {
   done
   [ -n "$state" ] || return 1
   [ "$state" = NONE ] || tpu queued-resources delete "$NAME" --force || return
+  DRY_STATE=NONE
   state=$(vm_state) || return
   case $state in
     NONE | DELETING) ;;

@@ -30,13 +30,12 @@ ATTEMPT=${ATTEMPT:-$(date -u +%Y%m%dT%H%M%SZ)-$$}
 record=$(logs)/$ATTEMPT
 run mkdir -p "$record"
 
-# on_worker N copy|setup|run|stop
+# on_worker N copy|setup|run
 on_worker() {
   case $2 in
     copy) copy_to "$1" "$archive" normstudy-code.tgz ;;
     setup) logged "$1" "setup_$1.log" "$unpack" ;;
-    run) logged "$1" "worker_$1.log" "$worker_sh run $(quoted "$ATTEMPT" "${command[@]}")" ;;
-    stop) ssh_worker "$1" "$worker_sh stop" ;;
+    run) logged "$1" "worker_$1.log" "bash normstudy/code/tpu_scripts/worker.sh run $(quoted "$ATTEMPT" "${command[@]}")" ;;
   esac
 }
 
@@ -46,7 +45,7 @@ logged() {
     ssh_worker "$1" "$3"
     return
   fi
-  ssh_worker "$1" "$3" 2>&1 </dev/null |
+  ssh_worker "$1" "$3" 2>&1 |
     tee "$record/$2" |
     awk -v worker="$1" '{ print "[worker " worker "] " $0; fflush() }' ||
     exit "${PIPESTATUS[0]}"
@@ -59,7 +58,7 @@ on_all() {
     if dry; then
       on_worker "$worker" "$what"
     else
-      on_worker "$worker" "$what" &
+      on_worker "$worker" "$what" </dev/null &
       pids+=($!)
     fi
   done
@@ -77,7 +76,7 @@ stop() {
   [ "$stopping" = no ] || exit 130
   stopping=yes
   say "asking the workers to save and stop; once more to leave them alone"
-  for ((worker = 0; worker < count; worker++)); do on_worker "$worker" stop & done
+  "$scripts/stop.sh" &
 }
 
 # the first connection makes the ssh key; a machine that has just become ready may not listen yet
@@ -94,9 +93,8 @@ count=$(workers)
 
 archive=$record/code.tgz
 run tar -czf "$archive" -C "$root" --exclude=./.git --exclude='./.venv*' --exclude=./runs \
-  --exclude=./build --exclude=__pycache__ --exclude='*.egg-info' --exclude='./.*_cache' .
+  --exclude=./build --exclude=__pycache__ --exclude='*.egg-info' --exclude='./.*_cache' --exclude=code.tgz .
 unpack='rm -rf normstudy/new && mkdir -p normstudy/new && tar -xzf normstudy-code.tgz -C normstudy/new || exit 1; bash normstudy/new/tpu_scripts/worker.sh install'
-worker_sh='bash normstudy/code/tpu_scripts/worker.sh'
 
 # each worker's connection is a process group of its own: Ctrl-C at a terminal does not cut it
 set -m

@@ -7,6 +7,7 @@ source "$scripts/gcloud.sh"
 
 [ $# = 0 ] || bad "unknown option '$1': status.sh takes none"
 check_pod
+DRY_STATE=READY
 state=$(pod_state)
 say "$NAME: $state"
 is_gone "$state" || price

@@ -9,13 +9,19 @@ source "$scripts/gcloud.sh"
 check_pod
 count=$(workers)
 [ "$count" != NONE ] || failed "$NAME does not exist"
+stop='bash normstudy/code/tpu_scripts/worker.sh stop'
+pids=()
 for ((worker = 0; worker < count; worker++)); do
-  # at once: those that are left wait for those that have ended
   if dry; then
-    ssh_worker "$worker" "bash normstudy/code/tpu_scripts/worker.sh stop"
+    ssh_worker "$worker" "$stop"
   else
-    ssh_worker "$worker" "bash normstudy/code/tpu_scripts/worker.sh stop" </dev/null &
+    ssh_worker "$worker" "$stop" </dev/null & # at once: those that are left wait for the others
+    pids+=($!)
   fi
 done
-wait
+codes=()
+for pid in ${pids[@]+"${pids[@]}"}; do
+  await "$pid" && codes+=(0) || codes+=($?)
+done
 price
+exit "$(combined ${codes[@]+"${codes[@]}"})"

@@ -5,7 +5,8 @@
 #
 # 0 ends it, 2 (bad input), 3 (does not fit) and 130 (Ctrl-C) end it too. After 75 (preempted, saved)
 # or where the pod is gone it starts again at once, as often as that happens. Any other code is
-# tried again N times (default 3), later each time. Each attempt is a line of attempts.jsonl.
+# tried again N times (default 3), later each time. Each attempt is a line of attempts.jsonl:
+# `waited` seconds for the pod, then `seconds` with it.
 # --delete-when-done deletes the pod at the end, also after giving up, but not when stopped by hand.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$scripts/gcloud.sh"
@@ -36,18 +37,29 @@ stopping=no
 child=""
 trap 'stopping=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' INT TERM
 
-# attempt: the exit code of launch.sh, or of create.sh where there is no pod
+# attempt: the exit code of create.sh where that fails, or else of launch.sh; sets `waited` and
+# `seconds`, how long each took
 attempt() {
-  local code script
-  for script in create.sh launch.sh; do
-    [ $stopping = no ] || return 130
-    if [ $script = create.sh ]; then set --; else set -- ${rest[@]+"${rest[@]}"}; fi
-    "$scripts/$script" "$@" &
-    child=$!
-    await $child && code=0 || code=$?
-    child=""
-    [ $code = 0 ] || return $code
-  done
+  local code
+  SECONDS=0 seconds=0
+  child_of "$scripts/create.sh" && code=0 || code=$?
+  waited=$SECONDS
+  [ $code = 0 ] || return $code
+  SECONDS=0
+  child_of "$scripts/launch.sh" ${rest[@]+"${rest[@]}"} && code=0 || code=$?
+  seconds=$SECONDS
+  return $code
+}
+
+# child_of COMMAND...: its exit code; a signal to us reaches it
+child_of() {
+  local code
+  [ $stopping = no ] || return 130
+  "$@" &
+  child=$!
+  await "$child" && code=0 || code=$?
+  child=""
+  return $code
 }
 
 # judge CODE: sets `next` to end, again or later, and `why`
@@ -90,13 +102,11 @@ hasty=0
 while :; do
   number=$((number + 1))
   start=$(now)
-  SECONDS=0
   attempt && code=0 || code=$?
-  seconds=$SECONDS
   ! dry || exit "$code"
   judge "$code"
-  printf '{"attempt": %d, "start": "%s", "end": "%s", "seconds": %d, "exit_code": %d, "why": "%s", "chips": %d}\n' \
-    "$number" "$start" "$(now)" "$seconds" "$code" "$why" "$(chips)" >>"$record/attempts.jsonl"
+  printf '{"attempt": %d, "start": "%s", "end": "%s", "waited": %d, "seconds": %d, "exit_code": %d, "why": "%s", "chips": %d}\n' \
+    "$number" "$start" "$(now)" "$waited" "$seconds" "$code" "$why" "$(chips)" >>"$record/attempts.jsonl"
   say "attempt $number: $why"
   case $next in
     end) break ;;
@@ -107,6 +117,7 @@ while :; do
       ;;
     later)
       failures=$((failures + 1))
+      hasty=0
       if [ $failures -gt "$retries" ]; then
         say "given up after $failures failures"
         break
