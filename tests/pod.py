@@ -79,7 +79,7 @@ class Pod:
         self.started.append(process)
         return process
 
-    def run(self, *command: Any, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess:
+    def run(self, *command: Any, limit_s: float = 60, **env: str) -> subprocess.CompletedProcess:
         """The same, until it has ended."""
         return ended(self.start(*command, **env), limit_s)
 
@@ -115,7 +115,7 @@ class Pod:
                 os.killpg(group, signal.SIGKILL)
 
 
-def ended(process: subprocess.Popen, limit_s: float = 30) -> subprocess.CompletedProcess:
+def ended(process: subprocess.Popen, limit_s: float = 60) -> subprocess.CompletedProcess:
     """What a started script printed and its exit code."""
     out, err = process.communicate(timeout=limit_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

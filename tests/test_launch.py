@@ -133,6 +133,18 @@ def test_stopping_the_launcher_lets_the_workers_save(two):
     assert all((home / "saved").exists() for home in two.homes)
 
 
+def test_stopping_the_launcher_twice_does_not_wait(two):
+    deaf = "trap '' TERM; echo up; sleep 60"
+    env = {"FAKE_WORKER_ENV": '{"GRACE": "2"}'}
+    running = two.start("launch.sh", "--", "bash", "-c", deaf, **env)
+    before = [holder(home) for home in two.homes]
+    os.kill(running.pid, signal.SIGTERM)
+    wait_for(lambda: len(two.calls("worker.sh stop")) == 2)
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(timeout=20) == 130
+    assert all(map(lives, before))
+
+
 def test_no_worker_starts_where_one_cannot_be_set_up(two):
     (two.homes[1] / "uv_fails").touch()
     ran = two.run("launch.sh", "--", "touch", two.out / "ran")

@@ -4,13 +4,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from pod import FAKES, ROOT, SCRIPTS, Pod, answers, states
+from pod import FAKES, ROOT, SCRIPTS, Pod, answers, ended, states, wait_for
 
 GOLDEN = Path(__file__).parent / "golden"
 SHELL = [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "slurm.sbatch", FAKES / "uv", FAKES / "sudo"]
@@ -340,6 +341,22 @@ def test_a_slurm_job_is_queued_again_on_75_alone(pod, code, state, queued_again)
     calls = (pod.folder.parent / "home/calls").read_text()
     assert f"--preset gpu --out {pod.out} --shared-fs --seeds 3\n" in calls
     assert ("scontrol requeue 7\n" in calls) == queued_again
+
+
+def test_a_signal_to_the_slurm_script_itself_does_not_hide_the_exit_code(pod):
+    fakes, home = pod.folder.parent / "bin", pod.folder.parent / "home"
+    for name, does in {
+        "srun": "touch ~/up; while [ ! -e ~/saved ]; do sleep 0.1; done; exit 75",
+        "scontrol": 'echo "scontrol $@" >>~/calls; echo "JobState=RUNNING"',
+    }.items():
+        (fakes / name).write_text(f"#!/bin/sh\n{does}\n")
+        (fakes / name).chmod(0o755)
+    job = pod.start("slurm.sbatch", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="7")
+    wait_for((home / "up").exists)
+    os.kill(job.pid, signal.SIGTERM)
+    (home / "saved").touch()
+    assert ended(job).returncode == 75
+    assert "scontrol requeue 7\n" in (home / "calls").read_text()
 
 
 def test_the_slurm_script_asks_for_a_signal_and_a_place_in_the_queue():

@@ -23,7 +23,7 @@ describe() {
   errors=$(mktemp)
   if answer=$(tpu "$1" describe "$NAME" --format="value($2)" 2>"$errors"); then
     echo "$answer"
-  elif grep -q -i 'NOT_FOUND\|was not found' "$errors"; then
+  elif grep -q -i -E 'NOT_FOUND|was not found' "$errors"; then
     echo NONE
   else
     cat "$errors" >&2

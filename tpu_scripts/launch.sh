@@ -75,7 +75,7 @@ on_all() {
 stop() {
   [ "$stopping" = no ] || exit 130
   stopping=yes
-  say "asking the workers to save and stop; once more to leave them alone"
+  say "asking the workers to save and stop; once more not to wait for them"
   "$scripts/stop.sh" &
 }
 

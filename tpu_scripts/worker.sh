@@ -41,20 +41,25 @@ stop_holder() {
   rm -f "$holder"
 }
 
-# hold RECORD COMMAND...: in a session of its own
+# hold RECORD COMMAND...: run it in a session of its own, write its exit code down
 hold() {
-  local record=$1 pid code
+  local record=$1 code
   shift
-  cd "$(dirname "$scripts")"
-  setsid "$@" >>"$record/log" 2>&1 </dev/null &
-  pid=$!
-  echo "$pid $(started "$pid")" >"$holder.new"
-  mv "$holder.new" "$holder"
-  wait "$pid" && code=0 || code=$?
+  setsid bash "$scripts/worker.sh" become "$@" >>"$record/log" 2>&1 </dev/null &
+  wait $! && code=0 || code=$?
   echo "$code" >"$record/exit_code.new"
   mv "$record/exit_code.new" "$record/exit_code"
 }
 
+# become COMMAND...: by the time that it runs, it can be stopped
+become() {
+  cd "$(dirname "$scripts")"
+  echo "$$ $(started $$)" >"$holder.new"
+  mv "$holder.new" "$holder"
+  exec "$@"
+}
+
+# follow RECORD: print its log, exit with its code
 follow() {
   local record=$1 tries
   for ((tries = 0; tries < 100; tries++)); do
@@ -89,6 +94,10 @@ case ${1:-} in
   hold)
     shift
     hold "$@"
+    ;;
+  become)
+    shift
+    become "$@"
     ;;
   install)
     stop_holder
