@@ -378,7 +378,7 @@ def test_on_gke_75_starts_again_and_no_pod_is_retried_alone():
 def test_status_tells_state_price_and_what_is_there(pod):
     pod.logs.mkdir()
     (pod.logs / "attempts.jsonl").write_text('{"attempt": 1}\n')
-    listed = {"out": "gs://bucket/norms/arms/post/0/ckpt/100/\n"}
+    listed = {"out": "gs://bucket/norms/arms/02-post/seed0/ckpt/100/\n"}
     pod.play(answers("storage ls .*ckpt", listed))
     ran = pod.run("status.sh", OUT="gs://bucket/norms")
     assert ran.returncode == 0, ran.stderr
