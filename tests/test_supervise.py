@@ -67,7 +67,7 @@ def test_each_attempt_is_the_same_command(pod):
     first, second = (
         next(w for w in argv if "worker.sh run" in w) for argv in pod.calls("worker.sh run")
     )
-    program = f"python experiments/reproduce.py --preset tpu --out {pod.out} --shared-fs --seeds 3"
+    program = f"python experiments/reproduce.py --preset tpu --out {pod.out} --seeds 3"
     assert first.endswith(program) and second.endswith(program)
     assert first != second  # the attempts have names of their own: the second does not attach
 

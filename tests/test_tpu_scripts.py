@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from pod import FAKES, ROOT, SCRIPTS, Pod, answers, ended, states, wait_for
+
+from normstudy import cli
 
 GOLDEN = Path(__file__).parent / "golden"
 SHELL = [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "slurm.sbatch", FAKES / "uv", FAKES / "sudo"]
@@ -75,6 +78,16 @@ def test_a_dry_run_prints_what_the_golden_file_says(pod, name):
         path.write_text(said, encoding="utf-8")
     assert said == path.read_text(encoding="utf-8")
     assert not pod.calls() and not pod.logs.exists()
+
+
+@pytest.mark.parametrize("name", ["launch_shared", "launch", "supervise"])
+def test_the_study_knows_the_options_that_it_is_started_with(name):
+    said = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    (command,) = re.findall("# norms: attempt .* on . workers: (.*)", said)
+    program, script, *options = shlex.split(command)
+    assert (program, script) == ("python", "experiments/reproduce.py")
+    study, _ = cli.parse_study(options, "", out="elsewhere")
+    assert study.preset == "tpu" and study.out.name == "norms"
 
 
 def test_what_a_dry_run_prints_can_be_pasted(pod):
@@ -339,7 +352,7 @@ def test_a_slurm_job_is_queued_again_on_75_alone(pod, code, state, queued_again)
     ran = pod.run("slurm.sbatch", "--seeds", "3", **job)
     assert ran.returncode == code, ran.stderr
     calls = (pod.folder.parent / "home/calls").read_text()
-    assert f"--preset gpu --out {pod.out} --shared-fs --seeds 3\n" in calls
+    assert f"--preset gpu --out {pod.out} --seeds 3\n" in calls
     assert ("scontrol requeue 7\n" in calls) == queued_again
 
 

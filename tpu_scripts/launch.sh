@@ -12,9 +12,7 @@ source "$scripts/gcloud.sh"
 
 study() {
   check_out
-  local shared=--shared-fs
-  [[ $OUT != gs://* ]] || shared=""
-  command=(python experiments/reproduce.py --preset tpu --out "$OUT" ${shared:+"$shared"} "$@")
+  command=(python experiments/reproduce.py --preset tpu --out "$OUT" "$@")
 }
 
 check_pod
