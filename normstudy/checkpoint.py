@@ -25,7 +25,8 @@ from normstudy.trees import from_dict, to_dict
 FOLDER = remote.CHECKPOINTS
 
 # orbax tells every save at the level of a warning or of absl's info; our own lines say what matters
-logging.getLogger("absl").setLevel(logging.ERROR)
+# (a filter, for absl sets the level anew where several processes train)
+logging.getLogger("absl").addFilter(lambda line: line.levelno >= logging.ERROR)
 
 
 class Saver:

@@ -25,7 +25,7 @@ _stores: dict[Path, Any] = {}  # local copy: where it is kept
 
 def local(out: Path) -> Path:
     """The folder to work in: OUT itself, or the local copy of what lies at a URL."""
-    found = re.match(r"^(gs|s3|file):/+(.*)$", str(out))  # pathlib makes one slash of two
+    found = re.match(r"^(gs|s3|file):/*(.*)$", str(out))  # pathlib makes one slash of two
     if found is None:
         return out
     scheme, name = found.groups()
