@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from normstudy import config, frames, measured, tables
+from normstudy import config, frames, measured, tables, topologies
 from normstudy.errors import UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
@@ -58,7 +58,7 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
     Raises UserError for an unknown option (lists the valid ones) or preset.
     """
     options = [f.name for f in dataclasses.fields(Study)]
-    _check_options(argv, [*options, *config.fields_of(config.Run())])
+    _check_options(argv, [*options, *_fields()])
     asked = _value_of("--preset", argv)
     helps = "--help" in argv or "-h" in argv
     preset = asked or ("cpu" if helps else _preset_for_backend())
@@ -148,6 +148,22 @@ class Placements:
     json: bool = False
 
 
+@dataclass(frozen=True)
+class Aot:
+    """Compile a run for a slice of TPUs, without a TPU: does it fit, and what is its least time?"""
+
+    tpu: str = ""  # name of the slice: v4-32, v5e-16, v5p-64, v6e-16, ...
+    slices: int = 1  # so many of them, joined by the network of the data centre
+    preset: str = "tpu"  # smoke, cpu, gpu or tpu
+    json: bool = False  # print all of it as JSON
+
+
+@dataclass(frozen=True)
+class _AotCommand:
+    aot: Aot
+    run: config.Run
+
+
 def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
     from normstudy import figures as draw
@@ -206,7 +222,30 @@ def placements(argv: Sequence[str]) -> None:
     print(as_json(rows) if command.json else tables.markdown(rows))
 
 
-COMMANDS = {"figures": figures, "probe": probe, "placements": placements}
+def aot(argv: Sequence[str]) -> None:
+    """What does not fit ends with exit code 3 and the options by which it fits."""
+    _check_options(argv, [f.name for f in dataclasses.fields(Aot)] + _fields())
+    preset = choose("preset", _value_of("--preset", argv) or Aot.preset, config.PRESETS)
+    command: Any = tyro.cli(
+        tyro.conf.OmitArgPrefixes[_AotCommand],
+        args=list(argv),
+        default=_AotCommand(Aot(preset=preset), config.PRESETS[preset]),
+        description=Aot.__doc__,
+    )
+    if not command.aot.tpu:
+        raise UserError("which slice? --tpu NAME, for example --tpu v4-32 or --tpu v5p-64")
+    if command.aot.slices < 1:
+        raise UserError(f"slices must be at least 1, not {command.aot.slices}")
+    slice = topologies.slice_of(command.aot.tpu)
+    topologies.prepare()
+    from normstudy import aot as ahead
+
+    proof = ahead.prove(command.run, slice, command.aot.slices)
+    print(as_json(ahead.as_dict(proof)) if command.aot.json else ahead.text(proof), flush=True)
+    ahead.check(proof)
+
+
+COMMANDS = {"figures": figures, "probe": probe, "placements": placements, "aot": aot}
 
 
 def dispatch(argv: Sequence[str]) -> None:
@@ -216,6 +255,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
         print(f"  {'placements':<22}the table: where each placement puts the norm")
+        print(f"  {'aot --tpu SLICE':<22}does a run fit a slice of TPUs? needs none")
         print("\nThe study itself: python experiments/reproduce.py, or make reproduce")
         return
     COMMANDS[choose("command", argv[0], COMMANDS)](argv[1:])
@@ -242,6 +282,11 @@ def _check_options(argv: Sequence[str], valid: Sequence[str]) -> None:
             name = token[2:].split("=")[0].replace("-", "_")
             if name != "help" and name.removeprefix("no_") not in valid:
                 choose("option", name, valid)
+
+
+def _fields() -> list[str]:
+    """Names of all config fields, each an option."""
+    return list(config.fields_of(config.Run()))
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:

@@ -18,6 +18,12 @@ class OutOfMemory(UserError):
     exit_code = 3
 
 
+class Wasteful(UserError):
+    """A compiled program does what it must not: a bug here, not bad input."""
+
+    exit_code = 1
+
+
 class Interrupted(UserError):
     """Ctrl-C: everything was saved; the message says how to go on."""
 

@@ -253,8 +253,13 @@ def _ensemble(
 def of(run: config.Run) -> tuple[Programs, jax.sharding.Mesh]:
     """The programs of a run, and the mesh they run on."""
     devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
+    return on(run, devices), devices
+
+
+def on(run: config.Run, devices: jax.sharding.Mesh) -> Programs:
+    """The programs of a run on a mesh, which may be of devices that are only compiled for."""
     optimizer = optim.static_part(run.optim)
-    return _compiled(run.model, optimizer, run.probe.vectors, devices), devices
+    return _compiled(run.model, optimizer, run.probe.vectors, devices)
 
 
 def ensemble_of(run: config.Run, members: int) -> Ensemble:
