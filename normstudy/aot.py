@@ -235,50 +235,45 @@ def floor(program: Program, slice: Slice) -> Floor:
     )
 
 
-def smaller(run: config.Run, devices: int) -> Iterator[dict[str, int]]:
-    """Changes that need less memory, the mildest first: fsdp, then tensor, then half the batch."""
-
-    def doubles(start: int, end: int) -> list[int]:
-        return [start * 2**i for i in range((end // start).bit_length())]
-
-    fsdp = doubles(2 * run.mesh.fsdp, devices // run.mesh.tensor)
-    for own in fsdp:
-        yield {"data": -1, "fsdp": own}
-    widest = max([run.mesh.fsdp, *fsdp])
-    for tensor in doubles(2 * run.mesh.tensor, math.gcd(run.model.heads, devices)):
-        yield {"data": -1, "fsdp": max(widest * run.mesh.tensor // tensor, 1), "tensor": tensor}
-    for parts in doubles(2, run.data.batch):
-        yield {
-            "data": -1,
-            "fsdp": widest,
-            "batch": run.data.batch // parts,
-            "probe_batch": max(run.probe.probe_batch // parts, 1),
-        }
+def smaller(run: config.Run, devices: int) -> Iterator[config.Run]:
+    """Runs that need less memory, the mildest change first: fsdp, then tensor, then half the
+    batch and half again."""
+    fsdp, tensor = run.mesh.fsdp, run.mesh.tensor
+    while 2 * fsdp * tensor <= devices:
+        fsdp *= 2
+        yield dataclasses.replace(run, mesh=config.Mesh(fsdp=fsdp, tensor=tensor))
+    widest = fsdp * tensor
+    while 2 * tensor <= math.gcd(run.model.heads, widest):
+        tensor *= 2
+        yield dataclasses.replace(run, mesh=config.Mesh(fsdp=widest // tensor, tensor=tensor))
+    batch, probe_batch = run.data.batch, run.probe.probe_batch
+    while batch > 1:
+        batch, probe_batch = batch // 2, max(probe_batch // 2, 1)
+        sizes = config.override(run, batch=batch, probe_batch=probe_batch)
+        yield dataclasses.replace(sizes, mesh=config.Mesh(fsdp=fsdp, tensor=run.mesh.tensor))
 
 
-def first_that_fits(proof: Proof) -> dict[str, int] | None:
-    """The mildest changes with which every program of the step fits, by XLA's own answer."""
+def first_that_fits(proof: Proof) -> config.Run | None:
+    """The mildest change with which every program of the step fits, by XLA's own answer."""
     failed = next(program.name for program in proof.programs if not program.fits)
     found = devices_of(proof.slice, proof.slices)
-    for changes in smaller(proof.run, len(found)):
+    for run in smaller(proof.run, len(found)):
         try:
-            run = config.override(proof.run, **changes)
             devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch, found)
         except UserError:  # sizes that do not divide each other
             continue
-        say(f"does it fit with {flags(proof.run, changes)}?")
+        say(f"does it fit with {flags(proof.run, run)}?")
+        # what failed comes first: it says no soonest
         every = sorted(step_programs(run, devices), key=lambda own: own[0] != failed)
         if all(compile_one(*own, devices, proof.slice.hbm).fits for own in every):
-            return changes
+            return run
     return None
 
 
-def flags(run: config.Run, changes: dict[str, int]) -> str:
-    """As options of the command line, without what is so already."""
-    own = config.fields_of(run)
-    return " ".join(
-        f"--{name.replace('_', '-')} {new}" for name, new in changes.items() if own[name] != new
-    )
+def flags(run: config.Run, other: config.Run) -> str:
+    """Options of the command line that make the other run of this one."""
+    changes = config.differences(run, other)
+    return " ".join(f"--{name.replace('_', '-')} {new}" for name, (_, new) in changes.items())
 
 
 def check(proof: Proof) -> None:
@@ -287,10 +282,10 @@ def check(proof: Proof) -> None:
     large = [program for program in proof.programs if not program.fits]
     if large:
         worst = max(large, key=lambda program: program.needed)
-        changes = first_that_fits(proof)
+        other = first_that_fits(proof)
         advice = (
-            f"it fits with {flags(proof.run, changes)} (compiled and seen)"
-            if changes
+            f"it fits with {flags(proof.run, other)} (compiled and seen)"
+            if other
             else "no mesh and no batch makes it fit here; take a larger slice, or lower --layers, "
             "--width or --context"
         )

@@ -15,6 +15,7 @@ GIB = 2**30
 # read by jax as it is imported, and by libtpu as it is loaded
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the TPU is compiled for, and nothing runs
+    "JAX_ENABLE_COMPILATION_CACHE": "0",  # what it keeps cannot be read back without a device
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask the cloud which machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two processes at once; there is no chip to share
 }
