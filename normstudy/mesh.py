@@ -126,6 +126,16 @@ def by_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
+def split_by_batch(mesh: jax.sharding.Mesh, x: jax.Array) -> jax.Array:
+    """x, axis 0 = B, held by the parts of the batch.
+
+    Has to be said of the stream where fsdp splits the parameters: the compiler would rather split
+    it by width, as the tables are that it is looked up in. Then every device has the whole batch,
+    and all meet in every matrix product.
+    """
+    return jax.lax.with_sharding_constraint(x, by_batch(mesh))
+
+
 def size_without_fsdp(leaf: Any) -> int | None:
     """Entries of an abstract leaf that a device holds once all parts of fsdp have come together;
     None where fsdp does not split it."""

@@ -80,7 +80,10 @@ def update(
 ) -> tuple[State, dict[str, Array], tuple]:
     """One update: (new state, scalars, (forward pass before it, gradients, updates))."""
     model: Any = state.model  # optax's own type of a pytree leaves modules out
-    loss = functools.partial(_loss_and_forward, ops=operations.FUSED)
+    ops = operations.FUSED
+    if devices is not None and not mesh.data_alone(devices):
+        ops = ops._replace(hold=functools.partial(mesh.split_by_batch, devices))
+    loss = functools.partial(_loss_and_forward, ops=ops)
     gradient = jax.value_and_grad(loss, has_aux=True)
     if devices is not None:
         gradient = mesh.mean_over_data(devices, gradient, anatomy.BATCH_AXES)
