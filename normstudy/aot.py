@@ -19,7 +19,7 @@ from jax.experimental import topologies as compile_only
 
 from normstudy import collectives, config, jaxprs, mesh, programs, tables
 from normstudy.collectives import Collective
-from normstudy.errors import OutOfMemory, UserError, Wasteful
+from normstudy.errors import OutOfMemory, UserError, Wasteful, choose
 from normstudy.progress import say
 from normstudy.topologies import GIB, Slice
 from normstudy.trees import path_names
@@ -105,20 +105,22 @@ def devices_of(slice: Slice, slices: int = 1) -> list[Any]:
     return list(found.devices)
 
 
-def prove(run: config.Run, slice: Slice, slices: int = 1) -> Proof:
-    """Compile every program of the run's step. Raises UserError for a mesh or batch that the
-    devices do not allow."""
-    devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch, devices_of(slice, slices))
-    compiled = []
-    for name, function, args in step_programs(run, devices):
-        compiled.append(compile_one(name, function, args, devices, slice.hbm))
+def prove(run: config.Run, slice: Slice, slices: int = 1, only: str = "all") -> Proof:
+    """Compile every program of the run's step, or those named with commas between them.
+
+    Raises UserError for a mesh or batch that the devices do not allow, and an unknown program.
+    """
+    found = devices_of(slice, slices)
+    devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch, found)
+    every = step_programs(run, devices)
+    names = list(every) if only == "all" else [name.strip() for name in only.split(",")]
+    chosen = [choose("program", name, every) for name in names]
+    compiled = [compile_one(name, *every[name], devices, slice.hbm) for name in chosen]
     return Proof(run, slice, slices, dict(devices.shape), tuple(compiled))
 
 
-def step_programs(
-    run: config.Run, devices: jax.sharding.Mesh
-) -> Iterator[tuple[str, Callable, tuple]]:
-    """(name, jitted function, abstract arguments) of all that a training step runs."""
+def step_programs(run: config.Run, devices: jax.sharding.Mesh) -> dict[str, tuple[Callable, tuple]]:
+    """{name: (jitted function, its abstract arguments)} of all that a training step runs."""
     compiled = programs.on(run, devices)
     tokens = run.model.context + 1
     whole, by_batch = mesh.replicated(devices), mesh.by_batch(devices)
@@ -135,9 +137,11 @@ def step_programs(
         "unigram": array((run.model.vocab,), jnp.float32, whole),
         "key": array((), jax.eval_shape(lambda: jax.random.key(0)).dtype, whole),
     }
-    for name in programs.Programs._fields:
-        if name in TAKES:
-            yield name, getattr(compiled, name), tuple(values[own] for own in TAKES[name])
+    return {
+        name: (getattr(compiled, name), tuple(values[own] for own in TAKES[name]))
+        for name in programs.Programs._fields
+        if name in TAKES
+    }
 
 
 def compile_one(
@@ -254,8 +258,9 @@ def smaller(run: config.Run, devices: int) -> Iterator[config.Run]:
 
 
 def first_that_fits(proof: Proof) -> config.Run | None:
-    """The mildest change with which every program of the step fits, by XLA's own answer."""
-    failed = next(program.name for program in proof.programs if not program.fits)
+    """The mildest change with which every program of the proof fits, by XLA's own answer."""
+    # what failed comes first: it says no soonest
+    names = [p.name for p in sorted(proof.programs, key=lambda program: program.fits)]
     found = devices_of(proof.slice, proof.slices)
     for run in smaller(proof.run, len(found)):
         try:
@@ -263,9 +268,8 @@ def first_that_fits(proof: Proof) -> config.Run | None:
         except UserError:  # sizes that do not divide each other
             continue
         say(f"does it fit with {flags(proof.run, run)}?")
-        # what failed comes first: it says no soonest
-        every = sorted(step_programs(run, devices), key=lambda own: own[0] != failed)
-        if all(compile_one(*own, devices, proof.slice.hbm).fits for own in every):
+        every = step_programs(run, devices)
+        if all(compile_one(name, *every[name], devices, proof.slice.hbm).fits for name in names):
             return run
     return None
 

@@ -155,6 +155,7 @@ class Aot:
     tpu: str = ""  # name of the slice: v4-32, v5e-16, v5p-64, v6e-16, ...
     slices: int = 1  # so many of them, joined by the network of the data centre
     preset: str = "tpu"  # smoke, cpu, gpu or tpu
+    only: str = "all"  # programs of the step, with commas between them
     json: bool = False  # print all of it as JSON
 
 
@@ -240,7 +241,7 @@ def aot(argv: Sequence[str]) -> None:
     topologies.prepare()
     from normstudy import aot as ahead
 
-    proof = ahead.prove(command.run, slice, command.aot.slices)
+    proof = ahead.prove(command.run, slice, command.aot.slices, command.aot.only)
     print(as_json(ahead.as_dict(proof)) if command.aot.json else ahead.text(proof), flush=True)
     ahead.check(proof)
 

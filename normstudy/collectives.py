@@ -49,7 +49,7 @@ class Collective(NamedTuple):
             "all-gather": others,
             "all-to-all": others,
         }
-        return factor.get(self.kind, 1) * self.bytes
+        return float(factor.get(self.kind, 1) * self.bytes)
 
 
 def read(text: str) -> list[Collective]:
