@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install reproduce tune bench profile depth thousand test lint figures clean
+.PHONY: install reproduce tune bench profile depth thousand test fault lint figures clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,9 @@ thousand: install
 
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
+
+fault: install
+	$(BIN)/python -m pytest -m fault tests/faults $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -35,15 +35,19 @@ class Compiled(NamedTuple):
 
 
 def plain_step(run: config.Run) -> Compiled:
-    """Trace and compile the run's plain step, with all of jax's caches empty."""
+    """Trace and compile the run's plain step."""
     compiled, devices = programs.of(run)
     tokens = np.zeros((run.data.batch, run.model.context + 1), np.int32)
     batch, lr = mesh.put_batch(devices, tokens), jnp.float32(run.optim.lr)
-    # what one depth has traced would be there for the next
+    return from_nothing(compiled.step, compiled.abstract, batch, lr)
+
+
+def from_nothing(program: Any, *args: Any) -> Compiled:
+    """Trace and compile with all of jax's caches empty: what one has traced the next would find."""
     jax.clear_caches()
     jax.config.update("jax_enable_compilation_cache", False)
     begin = time.perf_counter()
-    lowered = compiled.plain.lower(compiled.abstract, batch, lr)
+    lowered = program.lower(*args)
     traced = time.perf_counter()
     executable = lowered.compile()
     done = time.perf_counter()

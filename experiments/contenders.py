@@ -162,27 +162,37 @@ def _ours(run: config.Run, probing: bool, together: bool = False) -> Contender:
     runtime.start(cache=False)
     jax.config.update("jax_enable_compilation_cache", False)
     compiled, devices = programs.of(run)
-    program, args = compiled.plain, (mesh.put_batch(devices, tokens(run)), jnp.float32(LR))
-    if probing:
-        held_out = mesh.put_batch(devices, tokens(run)[: run.probe.probe_batch])
-        unigram = jnp.full(run.model.vocab, 1 / run.model.vocab, jnp.float32)
-        program, args = compiled.probing, (*args, held_out, unigram, jax.random.key(0))
+    program, args = compiled.step, (mesh.put_batch(devices, tokens(run)), jnp.float32(LR))
+    held_out = mesh.put_batch(devices, tokens(run)[: run.probe.probe_batch])
+    unigram = jnp.full(run.model.vocab, 1 / run.model.vocab, jnp.float32)
+    probe_args = held_out, unigram, jax.random.key(0)
     state, known = programs.initial_state(run, compiled), {}
     if together:
         members = devices.size
         ensemble, known = programs.ensemble_of(run, members), {"members": members}
         state = ensemble.join(*[state] * members)
-        program, args = ensemble.plain, (args[0], jnp.full(members, LR, jnp.float32))
+        program, args = ensemble.step, (args[0], jnp.full(members, LR, jnp.float32))
     jax.block_until_ready(state)
 
     def step() -> None:
         nonlocal state
+        found = []
+        if probing:  # as train.py does it
+            before = jax.tree.map(jnp.copy, state.model)
+            found.append(compiled.measure(before, *probe_args))
         state, metrics = program(state, *args)
-        jax.block_until_ready((state, metrics))
+        if probing:
+            found.append(compiled.effect(before, state.model, args[0]))
+        jax.block_until_ready((state, metrics, found))
 
     def facts() -> dict[str, Any]:
-        executable = program.lower(state, *args).compile()  # the one that has just run
-        return known | {"memory": compiling.memory_of(executable).total}
+        ran = [(program, (state, *args))]
+        if probing:
+            ran.append((compiled.measure, (state.model, *probe_args)))
+            ran.append((compiled.effect, (state.model, state.model, args[0])))
+        compiled_already = [own.lower(*given).compile() for own, given in ran]
+        memory = max(compiling.memory_of(executable).total for executable in compiled_already)
+        return known | {"memory": memory}
 
     return Contender(step, facts)
 

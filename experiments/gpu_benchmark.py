@@ -87,7 +87,7 @@ def large(options: Options, device: str) -> list[dict[str, Any]]:
     state = programs.initial_state(run, compiled)
     batch = tokens(run, devices)
     say(f"compiling {run.model.layers} layers of width {run.model.width}")
-    first, step = timed(lambda state: compiled.plain(state, batch, jnp.float32(LR)), state, options)
+    first, step = timed(lambda state: compiled.step(state, batch, jnp.float32(LR)), state, options)
     flops = matmul_flops(run) + attention_flops(run)
     rate, name = flops / step, f"{options.layers} layers, width {options.width}, {options.dtype}"
     found = [
@@ -119,12 +119,12 @@ def grid(options: Options) -> list[dict[str, Any]]:
     name = f"{options.layers} layers, width {options.small_width}"
     say(f"compiling one run of {name}")
     alone = programs.initial_state(run, compiled)
-    _, one = timed(lambda state: compiled.plain(state, batch, jnp.float32(LR)), alone, options)
+    _, one = timed(lambda state: compiled.step(state, batch, jnp.float32(LR)), alone, options)
     say(f"compiling {options.members} runs of it")
     together = programs.ensemble_of(run, options.members)
     states = together.join(*(programs.initial_state(member, compiled) for member in members))
     rates = jnp.full(options.members, LR, jnp.float32)
-    first, all_of = timed(lambda states: together.plain(states, batch, rates), states, options)
+    first, all_of = timed(lambda states: together.step(states, batch, rates), states, options)
     return [
         row(f"{name}: a step of one run", one, "seconds"),
         row(f"{name}: first step of {options.members} together", first, "seconds"),

@@ -83,14 +83,14 @@ def trace(run: config.Run) -> tuple[dict[str, str], dict[str, float], dict[str, 
     compiled, devices = programs.of(run)
     state = programs.initial_state(run, compiled)
     batch, lr = mesh.put_batch(devices, tokens(run)), jnp.float32(LR)
-    text = compiled.plain.lower(state, batch, lr).compile().as_text()
+    text = compiled.step.lower(state, batch, lr).compile().as_text()
     for _ in range(3):
-        state, metrics = compiled.plain(state, batch, lr)
+        state, metrics = compiled.step(state, batch, lr)
     jax.block_until_ready(metrics)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
-                state, metrics = compiled.plain(state, batch, lr)
+                state, metrics = compiled.step(state, batch, lr)
             jax.block_until_ready((state, metrics))
         (written,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from normstudy import cli, runtime, study
+from normstudy import cli, hosts, runtime, study
 
 ARMS: study.Arms = {
     "pre": lambda base: {"placement": "pre", "warmup": 0},
@@ -43,8 +43,13 @@ ARMS: study.Arms = {
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/reproduce")
     chosen = cli.chosen_arms(options, base, ARMS)
-    runtime.start()
-    study.run_arms(base, ARMS, chosen, options.seeds, options.out, "reproduction", options.together)
+    runtime.start(launch=options.launch)
+    study.run_arms(
+        base, ARMS, chosen, options.seeds, options.out, "reproduction",
+        options.together, options.launch.may_change,
+    )  # fmt: skip
+    if not hosts.leads():
+        return
     title = f"What moving the norm does to {base.model.layers} layers"
     how = cli.command_line("experiments/reproduce.py", options, argv)
     rows = study.sum_up(options.out, title, how, draw=options.draw)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from normstudy import cli, frames, runtime, study
+from normstudy import cli, frames, hosts, runtime, study
 from normstudy.errors import UserError
 from normstudy.progress import say
 
@@ -40,10 +40,13 @@ def choose_lr(rows: list[dict]) -> float:
 def main(argv: Sequence[str]) -> None:
     options, base = cli.parse_study(argv, __doc__ or "", out="runs/tune_lr")
     chosen = cli.chosen_arms(options, base, ARMS)
-    runtime.start()
+    runtime.start(launch=options.launch)
     study.run_arms(
-        base, ARMS, chosen, options.seeds, options.out, "learning-rate grid", options.together
-    )
+        base, ARMS, chosen, options.seeds, options.out, "learning-rate grid",
+        options.together, options.launch.may_change,
+    )  # fmt: skip
+    if not hosts.leads():
+        return
     how = cli.command_line("experiments/tune_lr.py", options, argv)
     rows = study.sum_up(options.out, "Pre-norm over learning rates", how, draw=options.draw)
     grid = [

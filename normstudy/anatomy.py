@@ -20,9 +20,6 @@ class Forward(NamedTuple):
     taps: dict[str, Any]  # of every sublayer, axis 0 = L
 
 
-BATCH_AXES: Any = Forward(0, 1, 1)  # type: ignore[arg-type]  # which axis of each is B
-
-
 def forward(model: Any, tokens: Array, **how: Any) -> Forward:
     """model: has start, stack and read; how: keywords of its stack. tokens: (B, T)."""
     top, streams, taps = model.stack(model.start(tokens), **how)
@@ -30,25 +27,33 @@ def forward(model: Any, tokens: Array, **how: Any) -> Forward:
     return Forward(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), streams, taps)
 
 
-def of_update(
-    models: tuple[Any, Any], before: Forward, gradients: Any, updates: Any, batch: Array
-) -> dict[str, Array]:
-    """Effects of an update on the batch that gave the gradients, batch (B, T + 1).
+def of_update(gradients: Any, updates: Any) -> dict[str, Array]:
+    """Norms of gradients and updates by layer, and the change of the loss in nats that they
+    predict to first order.
+    """
+    return {
+        **by_layer("gradient", gradients),
+        **by_layer("update", updates),
+        "loss_change_predicted": jnp.asarray(optax.tree.vdot(gradients, updates)),
+    }
 
-    models: before and after, the second is the first plus updates. before: the first on the batch.
-    Values: relative Frobenius norms of changes, `function_update` (S,) of x_0..x_L and
-    `logits_update`; `sigma_update_NORM/SUBLAYER` (L,), mean over positions of |sigma'/sigma - 1|;
-    `moved/MATRIX`, the share of entries that are not what they were (an update below half a unit in
-    the last place is lost); `loss_change` and what the gradient predicts of it, in nats.
+
+def effect(before: Any, after: Any, batch: Array) -> dict[str, Array]:
+    """What an update did to the batch that gave its gradients, batch (B, T + 1).
+
+    before, after: models. Values: relative Frobenius norms of changes, `function_update` (S,) of
+    x_0..x_L and `logits_update`; `sigma_update_NORM/SUBLAYER` (L,), mean over positions of
+    |sigma'/sigma - 1|; `moved/MATRIX`, the share of entries that are not what they were (an update
+    below half a unit in the last place is lost); `loss_change` in nats; the norms of the weights
+    before.
     Source of the function update: Wang et al. 2022 (DeepNet, 2203.00555), section 3.
     """
-    logits, streams, taps = before
-    new_logits, new_streams, new_taps = forward(models[1], batch[:, :-1])
+    logits, streams, taps = forward(before, batch[:, :-1])
+    new_logits, new_streams, new_taps = forward(after, batch[:, :-1])
     found = {
         "function_update": _relative(new_streams - streams, streams, (1, 2, 3)),
         "logits_update": _relative(new_logits - logits, logits, (0, 1, 2)),
         "loss_change": _loss(new_logits, batch) - _loss(logits, batch),
-        "loss_change_predicted": optax.tree.vdot(gradients, updates),
     }
     for sublayer, own in taps.items():
         for name, inverse in own.items():
@@ -57,7 +62,8 @@ def of_update(
                 norm = name.removeprefix("inverse_sigma_")
                 change = jnp.mean(jnp.abs(ratio - 1), (1, 2))
                 found[f"sigma_update_{norm}/{sublayer}"] = change
-    return found | by_layer("moved", jax.tree.map(moved, *models), jnp.mean)
+    share = by_layer("moved", jax.tree.map(moved, before, after), jnp.mean)
+    return found | share | by_layer("weight", before)
 
 
 def moved(before: Array, after: Array) -> Array:

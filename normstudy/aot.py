@@ -26,8 +26,6 @@ from normstudy.trees import path_names
 
 # what each program of a training step takes; those of Programs that are not here run outside it
 TAKES = {
-    "plain": ("state", "batch", "lr"),
-    "probing": ("state", "batch", "lr", "probe_batch", "unigram", "key"),
     "step": ("state", "batch", "lr"),
     "measure": ("model", "probe_batch", "unigram", "key"),
     "effect": ("model", "model", "batch"),

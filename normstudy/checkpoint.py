@@ -1,15 +1,24 @@
-"""Checkpoints by orbax: nested dicts of plain names in RUN/ckpt/STEP. Only this room has orbax."""
+"""Checkpoints by orbax: nested dicts of plain names in RUN/ckpt/STEP. Only this room has orbax.
+
+A step is whole when it has a manifest, which is written last, and sound when its files still are
+what the manifest says (manifest.py).
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from normstudy.errors import UserError
+from normstudy import hosts, manifest, preemption
+from normstudy.errors import Damaged, NotSaved, UserError
+from normstudy.progress import say
 from normstudy.trees import from_dict, to_dict
 
 FOLDER = "ckpt"
@@ -18,13 +27,90 @@ FOLDER = "ckpt"
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def save(run_folder: Path, step: int, state: Any) -> None:
-    """Write the state after `step` updates, and wait until it is whole. UserError if it is not."""
-    with _open(run_folder) as checkpointer:
-        found = _steps(checkpointer)
-        # orbax says no to a step below the newest, and only by its return value
-        if step not in found and not checkpointer.save(step, to_dict(state)):
-            raise UserError(f"checkpoint {step} was not saved: {run_folder} already holds {found}")
+class Saver:
+    """The saves of one run, each in the background; a context manager that waits for the last.
+
+    A save that fails is told when the next one begins, which tries again with the state of then.
+    Raises NotSaved at the end when the last one failed. about: goes into every manifest.
+    """
+
+    def __init__(self, run_folder: Path, about: dict[str, Any]):
+        self.run_folder, self.about = run_folder, about
+        self.checkpointer = _open(run_folder, cleanup_tmp_directories=True)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self.pending: tuple[int, concurrent.futures.Future[None]] | None = None
+        self.newest = hosts.first(lambda: latest(run_folder))
+        self.failed = ""
+
+    def save(self, step: int, state: Any) -> None:
+        """Begin to save the state after `step` updates, unless it is there. The state may be given
+        away as soon as this returns."""
+        self.settle()
+        if step == self.newest:
+            return
+        tree = to_dict(state)
+        if jax.default_backend() == "cpu":  # orbax would read it where it lies, while steps go on
+            tree = jax.tree.map(jnp.copy, tree)
+        with preemption.saving():
+            try:
+                response = self.checkpointer.save_async(step, tree)
+            except Exception as error:
+                self._fail(step, error)
+                return
+        self.pending = step, self.thread.submit(self._finish, step, response)
+
+    def settle(self) -> None:
+        """Wait for the save in flight."""
+        if self.pending is None:
+            return
+        (step, future), self.pending = self.pending, None
+        try:
+            future.result()
+            self.newest, self.failed = step, ""
+        except Exception as error:
+            self._fail(step, error)
+
+    def close(self) -> None:
+        """Wait for the last save. Raises NotSaved when it failed."""
+        self.settle()
+        if self.failed:
+            raise NotSaved(self.failed)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.settle()
+        self.thread.shutdown()
+        with contextlib.suppress(Exception):  # an error of a save was told by settle
+            self.checkpointer.close()
+        if self.failed and kind is None:
+            raise NotSaved(self.failed)
+
+    def _finish(self, step: int, response: Any) -> None:
+        """Wait until orbax is done, then seal the step."""
+        with preemption.saving():
+            if response is None or not response.result():
+                raise OSError(f"{self.run_folder} already holds {steps(self.run_folder)}")
+            if hosts.leads():
+                manifest.write(self.run_folder / FOLDER / str(step), {"step": step, **self.about})
+
+    def _fail(self, step: int, error: Exception) -> None:
+        last = "there is none yet" if self.newest is None else f"the last one is {self.newest}"
+        self.failed = (
+            f"checkpoint {step} of {self.run_folder} could not be saved: {_root(error)}; {last}"
+        )
+        say(f"{self.failed}; the next one is tried when it is due")
+        # orbax tells the same error once more at the next save: a new one knows nothing of it
+        with contextlib.suppress(Exception):
+            self.checkpointer.close()
+        self.checkpointer = _open(self.run_folder, cleanup_tmp_directories=True)
+
+
+def save(run_folder: Path, step: int, state: Any, about: dict[str, Any] | None = None) -> None:
+    """Write the state after `step` updates, and wait until it is whole. NotSaved if it is not."""
+    with Saver(run_folder, about or {}) as saver:
+        saver.save(step, state)
 
 
 def latest(run_folder: Path) -> int | None:
@@ -33,19 +119,44 @@ def latest(run_folder: Path) -> int | None:
     return found[-1] if found else None
 
 
+def newest_sound(run_folder: Path) -> int | None:
+    """Step of the newest checkpoint that is what was saved, or None. Says which ones are not."""
+    for step in reversed(steps(run_folder)):
+        problem = manifest.look(run_folder / FOLDER / str(step)).problem
+        if not problem:
+            return step
+        say(f"checkpoint {step} of {run_folder} is left out: {problem}")
+    return None
+
+
+def discard_after(run_folder: Path, step: int) -> None:
+    """Put aside what lies above a step, to be trained again: RUN/ckpt/damaged/STEP."""
+    for own in steps(run_folder):
+        if own > step:
+            aside = run_folder / FOLDER / "damaged" / str(own)
+            number = 1
+            while aside.exists():
+                aside, number = aside.with_name(f"{own}-{number}"), number + 1
+            aside.parent.mkdir(exist_ok=True)
+            (run_folder / FOLDER / str(own)).rename(aside)
+
+
 def steps(run_folder: Path) -> list[int]:
-    """Steps that have a checkpoint, in order."""
+    """Steps that have a checkpoint, in order. What orbax is still writing has another name."""
     if not (run_folder / FOLDER).is_dir():
         return []
-    with _open(run_folder) as checkpointer:
-        return _steps(checkpointer)
+    return sorted(int(own.name) for own in (run_folder / FOLDER).iterdir() if own.name.isdigit())
 
 
 def restore(run_folder: Path, step: int, like: Any) -> Any:
     """The state at `step` with the structure, shapes and shardings of `like` (abstract arrays).
 
-    Raises UserError when a path is missing or has another shape than the config gives.
+    Raises Damaged when it is not what was saved, UserError when a path is missing or has another
+    shape than the config gives.
     """
+    problem = hosts.first(lambda: manifest.look(run_folder / FOLDER / str(step)).problem)
+    if problem:
+        raise Damaged(f"checkpoint {step} of {run_folder} is damaged: {problem}")
     with _open(run_folder) as checkpointer:
         from_dict(like, _metadata(checkpointer, run_folder, step))  # names a mismatch before orbax
         wanted = jax.tree.map(
@@ -56,7 +167,7 @@ def restore(run_folder: Path, step: int, like: Any) -> Any:
             loaded = checkpointer.load(step, wanted)
         except (ValueError, OSError, KeyError) as error:
             reason = _root(error)
-            raise UserError(f"checkpoint {step} of {run_folder} is damaged: {reason}") from None
+            raise Damaged(f"checkpoint {step} of {run_folder} is damaged: {reason}") from None
         return from_dict(like, loaded)
 
 
@@ -80,16 +191,16 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
     return path, found[-1] if step is None else step
 
 
-def _open(run_folder: Path) -> ocp.training.Checkpointer:
+def _open(run_folder: Path, **options: Any) -> ocp.training.Checkpointer:
     every_step: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = False  # a folder for each array: damage can be told by name
     return ocp.training.Checkpointer(
         str((run_folder / FOLDER).resolve()),
+        context=context,
         save_decision_policy=every_step,
+        **options,
     )
-
-
-def _steps(checkpointer: ocp.training.Checkpointer) -> list[int]:
-    return sorted(found.step for found in checkpointer.checkpoints)
 
 
 def _root(error: BaseException) -> str:

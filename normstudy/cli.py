@@ -7,14 +7,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from normstudy import config, frames, measured, tables, topologies
-from normstudy.errors import UserError, choose
+from normstudy.errors import Damaged, NotFinite, UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
 
@@ -44,6 +44,7 @@ class Study:
     out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
     json: bool = False  # print the closing table as JSON
     draw: bool = True  # figures and report at the end
+    launch: config.Launch = field(default_factory=config.Launch)
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,27 @@ def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config
 
     Raises UserError for an unknown option (lists the valid ones) or preset.
     """
-    options = [f.name for f in dataclasses.fields(Study)]
-    _check_options(argv, [*options, *_fields()])
-    asked = _value_of("--preset", argv)
-    helps = "--help" in argv or "-h" in argv
-    preset = asked or ("cpu" if helps else _preset_for_backend())
-    base = config.PRESETS[choose("preset", preset, config.PRESETS)]
-    study = Study(preset=preset, out=Path(out))
-    command: Any = tyro.cli(
-        tyro.conf.OmitArgPrefixes[_StudyCommand],
-        args=list(argv),
-        default=_StudyCommand(study, base),
-        description=card,
-    )
+    command = _parse_run(_StudyCommand, argv, Study(out=Path(out)), card)
     for name in ("seeds", "together"):
         if getattr(command.study, name) < 1:
             raise UserError(f"{name} must be at least 1, not {getattr(command.study, name)}")
     return command.study, command.run
+
+
+def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str) -> Any:
+    """kind(options, run), from the options' own names, those of Launch and those of any field."""
+    names = [f.name for part in (options, config.Launch()) for f in dataclasses.fields(part)]
+    _check_options(argv, [*names, *config.fields_of(config.Run())])
+    helps = "--help" in argv or "-h" in argv
+    asked = _value_of("--preset", argv) or options.preset
+    preset = asked or ("cpu" if helps else _preset_for_backend(argv))
+    run = config.PRESETS[choose("preset", preset, config.PRESETS)]
+    return tyro.cli(
+        tyro.conf.OmitArgPrefixes[kind],
+        args=list(argv),
+        default=kind(dataclasses.replace(options, preset=preset), run),
+        description=card,
+    )
 
 
 def command_line(script: str, study: Study, argv: Sequence[str]) -> str:
@@ -91,14 +96,14 @@ def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) ->
     names = list(arms) if study.arms == "all" else [n.strip() for n in study.arms.split(",")]
     chosen = [choose("arm", name, arms) for name in names]
     preset = config.PRESETS[study.preset or "cpu"]
-    for field in config.differences(preset, base):
+    for name in config.differences(preset, base):
         without, given = (
-            [(config.fields_of(run) | arms[name](run))[field] for name in chosen]
+            [(config.fields_of(run) | arms[arm](run))[name] for arm in chosen]
             for run in (preset, base)
         )
         if without == given:
             raise UserError(
-                f"--{field} would do nothing: it is what the chosen arms set "
+                f"--{name} would do nothing: it is what the chosen arms set "
                 f"({', '.join(str(v) for v in dict.fromkeys(given))}); choose arms by --arms"
             )
     return chosen
@@ -161,7 +166,7 @@ class Aot:
 
 @dataclass(frozen=True)
 class _AotCommand:
-    aot: Aot
+    options: Aot
     run: config.Run
 
 
@@ -225,36 +230,88 @@ def placements(argv: Sequence[str]) -> None:
 
 def aot(argv: Sequence[str]) -> None:
     """What does not fit ends with exit code 3 and the options by which it fits."""
-    _check_options(argv, [f.name for f in dataclasses.fields(Aot)] + _fields())
-    preset = choose("preset", _value_of("--preset", argv) or Aot.preset, config.PRESETS)
-    command: Any = tyro.cli(
-        tyro.conf.OmitArgPrefixes[_AotCommand],
-        args=list(argv),
-        default=_AotCommand(Aot(preset=preset), config.PRESETS[preset]),
-        description=Aot.__doc__,
-    )
-    if not command.aot.tpu:
+    command = _parse_run(_AotCommand, argv, Aot(), Aot.__doc__ or "")
+    if not command.options.tpu:
         raise UserError("which slice? --tpu NAME, for example --tpu v4-32 or --tpu v5p-64")
-    if command.aot.slices < 1:
-        raise UserError(f"slices must be at least 1, not {command.aot.slices}")
-    slice = topologies.slice_of(command.aot.tpu)
+    if command.options.slices < 1:
+        raise UserError(f"slices must be at least 1, not {command.options.slices}")
+    slice = topologies.slice_of(command.options.tpu)
     topologies.prepare()
     from normstudy import aot as ahead
 
-    proof = ahead.prove(command.run, slice, command.aot.slices, command.aot.only)
-    print(as_json(ahead.as_dict(proof)) if command.aot.json else ahead.text(proof), flush=True)
+    proof = ahead.prove(command.run, slice, command.options.slices, command.options.only)
+    print(as_json(ahead.as_dict(proof)) if command.options.json else ahead.text(proof), flush=True)
     ahead.check(proof)
 
 
-COMMANDS = {"figures": figures, "probe": probe, "placements": placements, "aot": aot}
+@dataclass(frozen=True)
+class Train:
+    """Train one run; the same command goes on where it was stopped."""
+
+    preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
+    out: Path = Path("runs/train")  # folder of the run
+    launch: config.Launch = field(default_factory=config.Launch)
+
+
+@dataclass(frozen=True)
+class _TrainCommand:
+    options: Train
+    run: config.Run
+
+
+def train(argv: Sequence[str]) -> None:
+    command = _parse_run(_TrainCommand, argv, Train(), Train.__doc__ or "")
+    from normstudy import hosts, runtime
+    from normstudy import train as loop
+
+    runtime.start(launch=command.options.launch)
+    loop.check(command.run)
+    name = command.run.model.placement
+    launch = command.options.launch
+    result = loop.train(command.run, command.options.out, name, launch.may_change)
+    if hosts.leads():
+        print(f"{name}: {result['word']} (step {result['step']}): {result['why']}")
+    if "not_finite" in result:
+        raise NotFinite(f"{command.options.out} holds what is known of it, and the last checkpoint")
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Is every checkpoint what was saved? Reads all bytes again."""
+
+    path: Annotated[Path, tyro.conf.Positional]  # a run or study folder, ckpt folder or one step
+    json: bool = False
+
+
+def verify(argv: Sequence[str]) -> None:
+    command = _parse(Verify, argv)
+    from normstudy import manifest
+
+    rows = manifest.look_at_all(command.path)
+    print(as_json(rows) if command.json else tables.text(rows))
+    damaged = [row["checkpoint"] for row in rows if row["problem"]]
+    if damaged:
+        raise Damaged(f"{len(damaged)} of {len(rows)} are not what was saved")
+
+
+COMMANDS = {
+    "train": train,
+    "figures": figures,
+    "probe": probe,
+    "verify": verify,
+    "placements": placements,
+    "aot": aot,
+}
 
 
 def dispatch(argv: Sequence[str]) -> None:
     """normstudy COMMAND ...; without one, what there is."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: normstudy COMMAND ... (normstudy COMMAND --help tells more)\n")
+        print(f"  {'train':<22}train one run, or go on with it")
         print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
+        print(f"  {'verify RUN_DIR':<22}are the checkpoints what was saved?")
         print(f"  {'placements':<22}the table: where each placement puts the norm")
         print(f"  {'aot --tpu SLICE':<22}does a run fit a slice of TPUs? needs none")
         print("\nThe study itself: python experiments/reproduce.py, or make reproduce")
@@ -285,11 +342,6 @@ def _check_options(argv: Sequence[str], valid: Sequence[str]) -> None:
                 choose("option", name, valid)
 
 
-def _fields() -> list[str]:
-    """Names of all config fields, each an option."""
-    return list(config.fields_of(config.Run()))
-
-
 def _value_of(option: str, argv: Sequence[str]) -> str | None:
     for i, token in enumerate(argv):
         if token == option and i + 1 < len(argv):
@@ -299,10 +351,12 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
     return None
 
 
-def _preset_for_backend() -> str:
+def _preset_for_backend(argv: Sequence[str]) -> str:
     from normstudy import runtime
 
-    runtime.start()
+    # the backend can be asked only after all processes have met
+    launch, _ = tyro.cli(config.Launch, args=list(argv), return_unknown_args=True)
+    runtime.start(launch=launch)
     import jax
 
     return {"gpu": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")

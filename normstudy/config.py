@@ -130,6 +130,34 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """How runs are launched; no part of what they compute.
+
+    Several processes: on TPU slices and under SLURM the first three are found, elsewhere
+    $NORMSTUDY_COORDINATOR, $NORMSTUDY_NUM_PROCESSES and $NORMSTUDY_PROCESS_ID serve too.
+    """
+
+    coordinator: str | None = None  # HOST:PORT of process 0
+    num_processes: int | None = None
+    process_id: int | None = None  # 0 writes
+    join_timeout: int = 300  # seconds in which all must have come, or gone at the end
+    heartbeat: int = 100  # seconds without a word after which a process counts as lost
+    watchdog: int = 1800  # seconds without a step after which stacks are printed, exit 1; 0: never
+    allow_config_change: str = ""  # fields that may differ from the folder's, e.g. lr,steps
+    allow_unsafe_rng: bool = False  # random numbers that may depend on the mesh
+
+    def __post_init__(self):
+        _positive(self, "join_timeout", "heartbeat")
+        _not_negative(self, "watchdog")
+        for name in self.may_change:
+            choose("field in --allow-config-change:", name, fields_of(Run()))
+
+    @property
+    def may_change(self) -> list[str]:
+        return [name.strip() for name in self.allow_config_change.split(",") if name.strip()]
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run."""
 

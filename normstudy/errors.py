@@ -24,6 +24,30 @@ class Wasteful(UserError):
     exit_code = 1
 
 
+class Damaged(UserError):
+    """A checkpoint is not what was saved."""
+
+    exit_code = 4
+
+
+class NotFinite(UserError):
+    """The loss or a gradient of the one run that was asked for is no number (EX_SOFTWARE)."""
+
+    exit_code = 70
+
+
+class NotSaved(UserError):
+    """The last state of a run could not be written (EX_IOERR)."""
+
+    exit_code = 74
+
+
+class Preempted(UserError):
+    """SIGTERM: everything was saved; run the same command again (EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
 class Interrupted(UserError):
     """Ctrl-C: everything was saved; the message says how to go on."""
 

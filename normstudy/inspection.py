@@ -422,15 +422,11 @@ def _skips(model: Any, batch: Array, key: Array, vectors: int) -> dict[str, Arra
 def _anatomy(
     state: programs.State, batch: Array, lr: Array, transform: optax.GradientTransformation
 ) -> dict[str, Array]:
-    new, _, (forward, gradients, updates) = programs.update(state, batch, lr, transform=transform)
-    models = (state.model, new.model)
-    found = anatomy.of_update(models, forward, gradients, updates, batch)
+    new, logged, (_, updates) = programs.update(state, batch, lr, transform=transform)
+    found = logged["update"] | anatomy.effect(state.model, new.model, batch)
     half = anatomy.half_curvature(programs.token_loss, state.model, updates, batch)
-    return {
-        **found,
-        "loss_change_second": found["loss_change_predicted"] + half,
-        **probes.by_layer("update", updates),
-    }
+    found["loss_change_second"] = found["loss_change_predicted"] + half
+    return {name: own for name, own in found.items() if quantities.of(name).group == "update"}
 
 
 def _sigma_of_block(block: Any, x: Array, key: Array, tolerance: float) -> spectra.Singular:

@@ -116,6 +116,13 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put_replicated(mesh: jax.sharding.Mesh, value: Any) -> jax.Array:
+    """A value, the same on every process, whole on every device."""
+    return jax.make_array_from_callback(
+        np.shape(value), replicated(mesh), lambda index: np.asarray(value)[index]
+    )
+
+
 def put_batch(mesh: jax.sharding.Mesh, batch: np.ndarray) -> jax.Array:
     """A batch (B, ...), the same on every process, laid out by its first axis."""
     return jax.make_array_from_callback(batch.shape, by_batch(mesh), lambda index: batch[index])
@@ -150,28 +157,20 @@ def data_alone(devices: jax.sharding.Mesh) -> bool:
     return devices.size == devices.shape["data"]
 
 
-def mean_over_data(devices: jax.sharding.Mesh, f: Callable, axes: Any) -> Callable:
-    """f(model, batch) -> ((loss, aux), gradients), each part of the data axis on its own rows.
+def mean_over_data(devices: jax.sharding.Mesh, f: Callable) -> Callable:
+    """f(model, batch) -> (loss, gradients), each part of the data axis on its own rows.
 
     Loss and gradients are averaged once, at the end. Left to the compiler, the average of the
     gradients of a scanned stack stands in the scan, and all devices meet once for every layer.
     That is so where fsdp or tensor split the parameters, which takes them to meet in any case.
-    axes: in the structure of aux, or of its top, the axis that is the batch.
     """
     if not data_alone(devices):
         return f
-
-    def part(model, batch):
-        (loss, aux), gradients = f(model, batch)
-        loss, gradients = jax.lax.pmean((loss, gradients), "data")
-        return (loss, aux), gradients
-
-    split = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, "data"), axes)
     return _by_part(
-        part,
+        lambda model, batch: jax.lax.pmean(f(model, batch), "data"),
         devices,
         in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=((PartitionSpec(), split), PartitionSpec()),
+        out_specs=PartitionSpec(),
     )
 
 

@@ -17,7 +17,7 @@ from normstudy.dims import Stream, Streams
 from normstudy.trees import path_names, to_dict
 
 BRANCHES = ("attn", "mlp")
-TOGETHER = 5  # vectors in one backward pass
+TOGETHER = 8  # vectors in one backward pass
 
 
 class Estimate(NamedTuple):
@@ -55,41 +55,57 @@ def jacobian_to_end(
     One backward pass per vector, whatever the depth.
     """
     top, pull = jax.vjp(stack, nudge)
-    return mean_norm(_pulled(pull, _signs(key, top, vectors))[:, :-1])
+    norms_KSB = _mapped(lambda v: _norms(pull(v)[0]), _signs(key, top, vectors))
+    return mean_norm(norms_KSB[:, :-1])
 
 
-def jacobian_of_parts(
-    parts: Mapping[str, Callable[[Any, Stream], Stream]],
+class Descent(NamedTuple):
+    """What cotangents become on their way down the stack, by layer."""
+
+    loss: Float[Array, "L B"]  # norms of the loss's cotangent of x_l, root mean square
+    to_end: Estimate
+    skip_gain: Estimate  # to_end with no gradient through the branches
+    of_parts: dict[str, Estimate]  # each part of a layer alone, and all of them as "block"
+
+
+def descend(
+    parts: Mapping[str, Callable[[Any, Stream, bool], Stream]],
     layers: Any,
     inputs: Streams,
+    at_top: Stream,
     key: Array,
     vectors: int,
-) -> dict[str, Estimate]:
-    """The same norm for each part of a layer alone, and for the whole: {part: ..., "block": ...}.
+) -> Descent:
+    """Every Jacobian norm of `measure` in one pass from the top: each layer is made once for all.
 
-    parts: the sublayers (parameters of one layer, stream) -> stream, in the order in which the
-    stream passes them. layers: stacked parameters, axis 0 = L. inputs: x_0..x_{L-1}.
+    parts: the sublayers (parameters of one layer, stream, cut) -> stream, in the order in which the
+    stream passes them; cut: with no gradient through the branch. layers: stacked parameters,
+    axis 0 = L. inputs: x_0..x_{L-1}. at_top: d loss / d x_L.
+    All norms share the same vectors: each is unbiased, and their errors go together.
     """
+    signs = _signs(key, at_top, vectors)
 
-    def one_layer(key, layer):
-        parameters, x = layer
-        pulls = {}
+    def layer(above, xs):
+        (cotangents, skips), (own, x) = above, xs
+        pulls, cuts, norms = {}, {}, {}
         for name, part in parts.items():
-            x, pulls[name] = jax.vjp(lambda x, part=part: part(parameters, x), x)
+            cuts[name] = jax.vjp(lambda x, part=part: part(own, x, True), x)[1]
+            x, pulls[name] = jax.vjp(lambda x, part=part: part(own, x, False), x)
+        through = signs
+        for name in reversed(list(parts)):
+            both = jnp.concatenate([signs, through]) if norms else signs  # the last: the same
+            pulled = _pulled(pulls[name], jnp.concatenate([cotangents, both]))
+            cotangents, both = jnp.split(pulled, [len(cotangents)])
+            norms[name], through = _norms(both[:vectors]), both[-vectors:]
+            skips = _pulled(cuts[name], skips)
+        norms |= {"block": _norms(through), "": _norms(cotangents), "skip": _norms(skips)}
+        return (cotangents, skips), norms
 
-        def one_vector(key: Array) -> dict[str, Array]:
-            v = through = rademacher(key, x)
-            norms = {}
-            for name in reversed(list(parts)):
-                (both,) = jax.vmap(pulls[name])(jnp.stack([v, through]))
-                norms[name], through = _norms(both[0]), both[1]
-            return {**norms, "block": _norms(through)}
-
-        key, *keys = jax.random.split(key, vectors + 1)
-        return key, jax.vmap(one_vector)(jnp.stack(keys))
-
-    _, norms_LKB = jax.lax.scan(one_layer, key, (layers, inputs))
-    return {name: mean_norm(jnp.swapaxes(own, 0, 1)) for name, own in norms_LKB.items()}
+    start = jnp.concatenate([at_top[None], signs]), signs
+    _, norms_LKB = jax.lax.scan(layer, start, (layers, inputs), reverse=True)
+    every = norms_LKB.pop("")
+    estimates = {name: _estimate(own) for name, own in norms_LKB.items()}
+    return Descent(every[:, 0], _estimate(every[:, 1:]), estimates.pop("skip"), estimates)
 
 
 def token_similarity(streams: Streams) -> Float[Array, " S"]:
@@ -140,37 +156,30 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
     split, shape (V,).
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
-    x0 = model.start(tokens)
-    end_key, block_key = jax.random.split(key)
-    nudge = jnp.zeros((len(jax.tree.leaves(model.layers)[0]) + 1, *x0.shape), x0.dtype)
-
-    def stack(nudge: Streams) -> tuple[Stream, Any]:
-        top, streams, taps = model.stack(x0, nudge)
-        return top, (streams, taps)
+    top, streams, taps = model.stack(model.start(tokens))
 
     def loss(top: Stream) -> tuple[Array, Array]:
         log_p = jax.nn.log_softmax(model.read(top))
         return -jnp.mean(jnp.take_along_axis(log_p, targets[..., None], -1)), log_p
 
-    top, pull, (streams, taps) = jax.vjp(stack, nudge, has_aux=True)
     (probe_loss, log_p), at_top = jax.value_and_grad(loss, has_aux=True)(top)
-    cotangents = jnp.concatenate([at_top[None], _signs(end_key, top, vectors)])
-    of_loss, *of_signs = _pulled(pull, cotangents)
-    to_end = mean_norm(jnp.stack(of_signs)[:, :-1])
-    skip = skip_gain(model, x0, nudge, end_key, vectors, BRANCHES)
-    sublayers = {name: lambda block, x, name=name: getattr(block, name)(x)[0] for name in BRANCHES}
-    of_parts = jacobian_of_parts(sublayers, model.layers, streams[:-1], block_key, vectors)
+    parts = {
+        name: lambda block, x, cut, name=name: getattr(block, name)(x, cut=cut)[0]
+        for name in BRANCHES
+    }
+    found = descend(parts, model.layers, streams[:-1], at_top, key, vectors)
+    of_loss = jnp.concatenate([found.loss, _norms(at_top)[None]])
     return {
         "probe_loss": probe_loss,
         # KL(unigram || prediction): 0 where the model predicts letter frequencies and nothing else
         "unigram_kl": jnp.sum(jax.scipy.special.xlogy(unigram, unigram))
         - jnp.mean(log_p @ unigram),
-        "stream_gradient": frobenius(of_loss, (1,)) * (x0.shape[-2] * x0.shape[-1]) ** 0.5,
-        **_named("jacobian_to_end", to_end),
-        **_named("jacobian_of_block", of_parts["block"]),
-        **_named("jacobian_of_sublayer", of_parts["attn"], "/attn"),
-        **_named("jacobian_of_sublayer", of_parts["mlp"], "/mlp"),
-        **_named("skip_gain", skip),
+        "stream_gradient": frobenius(of_loss, (1,)) * (top.shape[-2] * top.shape[-1]) ** 0.5,
+        **_named("jacobian_to_end", found.to_end),
+        **_named("jacobian_of_block", found.of_parts["block"]),
+        **_named("jacobian_of_sublayer", found.of_parts["attn"], "/attn"),
+        **_named("jacobian_of_sublayer", found.of_parts["mlp"], "/mlp"),
+        **_named("skip_gain", found.skip_gain),
         "similarity": token_similarity(streams),
         "rms": activation_rms(streams),
         **of_taps(taps),
@@ -207,16 +216,18 @@ def _signs(key: Array, like: Array, vectors: int) -> Array:
     return jax.vmap(lambda key: rademacher(key, like))(jax.random.split(key, vectors))
 
 
-def _pulled(
-    pull: Callable[[Stream], tuple[Streams]], cotangents: Float[Array, "K B T D"]
-) -> Float[Array, "K S B"]:
-    """Norms of the cotangents of x_0..x_L that each cotangent of x_L gives, by sequence.
+def _pulled(pull: Callable[[Stream], tuple[Stream]], cotangents: Array) -> Array:
+    """What each cotangent (K, B, T, D) becomes."""
+    return _mapped(lambda v: pull(v)[0], cotangents)
 
-    A few at a time share what the backward pass recomputes; more would only take more memory.
-    """
-    return jax.lax.map(
-        lambda v: _norms(pull(v)[0]), cotangents, batch_size=min(TOGETHER, len(cotangents))
-    )
+
+def _mapped(f: Callable[[Stream], Array], vectors: Array) -> Array:
+    """f of each: a few at a time share what f makes for all; more would only take more memory."""
+    return jax.lax.map(f, vectors, batch_size=min(TOGETHER, len(vectors)))
+
+
+def _estimate(norms_LKB: Float[Array, "L K B"]) -> Estimate:
+    return mean_norm(jnp.swapaxes(norms_LKB, 0, 1))
 
 
 def _norms(x: Array) -> Array:

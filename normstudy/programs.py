@@ -24,6 +24,7 @@ from normstudy import (
     optim,
     placements,
     probes,
+    runtime,
     theory,
 )
 from normstudy.model import Model
@@ -45,29 +46,20 @@ class Programs(NamedTuple):
     """The compiled functions of one shape."""
 
     init: Callable  # (key, stds) -> State
-    plain: Callable  # (state, batch, lr) -> (state, metrics)
-    probing: Callable  # (state, batch, lr, probe_batch, unigram, key) -> (state, metrics)
+    step: Callable  # (state, batch, lr) -> (state, metrics); the state given is given away
     measure: Callable  # (model, probe_batch, unigram, key) -> probe
+    effect: Callable  # (model before, model after, batch) -> what the update between them did
     sharpness: Callable  # (state, batch, lr, start vectors) -> (probe, where to start next time)
     loss: Callable  # (model, batch) -> mean loss
     abstract: State  # shapes, dtypes and shardings
 
 
-def token_loss(model: Model, batch: Array) -> Array:
+def token_loss(model: Model, batch: Array, ops: operations.Operations = operations.PLAIN) -> Array:
     """Mean next-token cross-entropy in nats; batch: (B, T + 1) tokens."""
-    return _loss_and_forward(model, batch)[0]
-
-
-def _loss_and_forward(
-    model: Model, batch: Array, ops: operations.Operations = operations.PLAIN
-) -> tuple[Array, anatomy.Forward]:
-    """The loss, and what the model made of the batch on the way."""
-    forward = anatomy.forward(model, batch[:, :-1], ops=ops)
+    logits = anatomy.forward(model, batch[:, :-1], ops=ops).logits
     with jax.named_scope("loss"):
-        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-            forward.logits, batch[:, 1:]
-        )
-        return losses.mean(), forward
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return losses.mean()
 
 
 def update(
@@ -77,31 +69,40 @@ def update(
     *,
     transform: optax.GradientTransformation,
     devices: jax.sharding.Mesh | None = None,
-) -> tuple[State, dict[str, Array], tuple]:
-    """One update: (new state, scalars, (forward pass before it, gradients, updates))."""
+) -> tuple[State, dict[str, Any], tuple[Any, Any]]:
+    """One update: (new state, what is logged of it, (gradients, updates)).
+
+    Logged: scalars, and "update": what a probe says of it that nothing but the update knows.
+    """
     model: Any = state.model  # optax's own type of a pytree leaves modules out
     ops = operations.FUSED
     if devices is not None and not mesh.data_alone(devices):
         ops = ops._replace(hold=functools.partial(mesh.split_by_batch, devices))
-    loss = functools.partial(_loss_and_forward, ops=ops)
-    gradient = jax.value_and_grad(loss, has_aux=True)
+    gradient = jax.value_and_grad(functools.partial(token_loss, ops=ops))
     if devices is not None:
-        gradient = mesh.mean_over_data(devices, gradient, anatomy.BATCH_AXES)
-    (loss, forward), gradients = gradient(model, batch)
+        gradient = mesh.mean_over_data(devices, gradient)
+    loss, gradients = gradient(model, batch)
     direction, opt_state = transform.update(gradients, state.opt_state, model)
     updates = jax.tree.map(lambda d: -lr * d, direction)
-    gradient_norm = optax.tree.norm(gradients)
+    made = anatomy.of_update(gradients, updates)
+    gradient_norm, update_norm = (_norm_of_all(made, name) for name in ("gradient", "update"))
     alive = state.alive & jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
     new = State(state.step + 1, alive, optax.apply_updates(model, updates), opt_state)  # type: ignore[arg-type]
     frozen = state._replace(alive=alive)
     new = jax.tree.map(lambda a, b: jnp.where(alive, a, b), new, frozen)
-    scalars = {
+    logged = {
         "loss": loss,
         "gradient_norm": gradient_norm,
-        "update_norm": optax.tree.norm(updates),
+        "update_norm": update_norm,
         "alive": alive,
+        "update": made,
     }
-    return new, scalars, (forward, gradients, updates)
+    return new, logged, (gradients, updates)
+
+
+def _norm_of_all(by_layer: dict[str, Array], name: str) -> Array:
+    """The norm of a whole tree, from those of its parts."""
+    return optax.tree.norm([own for key, own in by_layer.items() if key.startswith(name + "/")])
 
 
 def sharpness(
@@ -142,36 +143,21 @@ def sharpness(
     return probe, (found["sharpness"].vector, own.vector)
 
 
-def _one(model: config.Model, optimizer: config.Optim, vectors: int) -> tuple[Callable, Callable]:
-    """(plain, probing) of one run, not yet compiled; devices: the mesh its batch is split over."""
+def _step(model: config.Model, optimizer: config.Optim) -> Callable:
+    """One update of one run, not yet compiled; devices: the mesh its batch is split over."""
     transform = optim.direction(optimizer)
 
-    def plain(state, batch, lr, devices=None):
-        new, scalars, _ = update(state, batch, lr, transform=transform, devices=devices)
-        return new, clipped(scalars)
+    def step(state, batch, lr, devices=None):
+        new, logged, _ = update(state, batch, lr, transform=transform, devices=devices)
+        if optimizer.clip:  # beside the raw norm of the gradient, what of it was applied
+            logged["gradient_norm_applied"] = jnp.minimum(logged["gradient_norm"], optimizer.clip)
+        return new, logged
 
-    def clipped(scalars: dict[str, Array]) -> dict[str, Array]:
-        """Beside the raw norm of the gradient, what of it was applied."""
-        if optimizer.clip:
-            applied = jnp.minimum(scalars["gradient_norm"], optimizer.clip)
-            scalars["gradient_norm_applied"] = applied
-        return scalars
+    return step
 
-    def probing(state, batch, lr, probe_batch, unigram, key, devices=None):
-        new, scalars, (forward, gradients, updates) = update(
-            state, batch, lr, transform=transform, devices=devices
-        )
-        models = (state.model, new.model)
-        probe = {
-            **probes.measure(state.model, probe_batch, unigram, key, vectors),
-            **probes.by_layer("gradient", gradients),
-            **probes.by_layer("update", updates),
-            **probes.by_layer("weight", state.model),
-            **anatomy.of_update(models, forward, gradients, updates, batch),
-        }
-        return new, clipped(scalars) | {"probe": probe}
 
-    return plain, probing
+def _measure(vectors: int) -> Callable:
+    return lambda params, batch, unigram, key: probes.measure(params, batch, unigram, key, vectors)
 
 
 @functools.cache
@@ -180,39 +166,43 @@ def _compiled(
 ) -> Programs:
     """Compile-once functions for one architecture, optimizer (see optim.static_part) and mesh."""
     transform = optim.direction(optimizer)
-    plain, probing = _one(model, optimizer, vectors)
 
     def init(key: Array, stds: dict) -> State:
         params = Model(model, stds, key)
         return State(jnp.int32(0), jnp.bool(True), params, transform.init(params))  # type: ignore[arg-type]
 
-    def measure(params, probe_batch, unigram, key):
-        return probes.measure(params, probe_batch, unigram, key, vectors)
-
     stds = inits.standard_deviations(model, config.Init(), 1.0)
     abstract = jax.eval_shape(init, jax.random.key(0), stds)
     abstract = mesh.placed(abstract, mesh.state_shardings(devices, abstract))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    step = functools.partial(
-        jax.jit, donate_argnums=0, out_shardings=(shardings, mesh.replicated(devices))
-    )
+    jit = _jit_on(devices)
     return Programs(
-        init=jax.jit(init, out_shardings=shardings),
-        plain=step(functools.partial(plain, devices=devices)),
-        probing=step(functools.partial(probing, devices=devices)),
-        measure=jax.jit(measure),
-        sharpness=jax.jit(functools.partial(sharpness, optimizer=optimizer)),
-        loss=jax.jit(token_loss),
+        init=jit(init, out_shardings=shardings),
+        step=jit(
+            functools.partial(_step(model, optimizer), devices=devices),
+            donate_argnums=0,
+            out_shardings=(shardings, mesh.replicated(devices)),
+        ),
+        measure=jit(_measure(vectors), out_shardings=mesh.replicated(devices)),
+        effect=jit(anatomy.effect, out_shardings=mesh.replicated(devices)),
+        sharpness=jit(functools.partial(sharpness, optimizer=optimizer)),
+        loss=jit(token_loss, out_shardings=mesh.replicated(devices)),
         abstract=abstract,
     )
 
 
+def _jit_on(devices: jax.sharding.Mesh) -> Callable:
+    options = runtime.compiler_options(devices.devices.flat[0].platform)
+    return functools.partial(jax.jit, compiler_options=options)
+
+
 class Ensemble(NamedTuple):
-    """One program for M runs that differ in seed, initial scales and rates; axis 0 = M."""
+    """The programs of M runs that differ in seed, initial scales and rates; axis 0 = M."""
 
     join: Callable  # (M states) -> states
-    plain: Callable  # (states, batch, lr (M,)) -> (states, metrics)
-    probing: Callable  # (states, batch, lr (M,), probe_batch, unigram, keys (M,)) -> the same
+    step: Callable  # (states, batch, lr (M,)) -> (states, metrics)
+    measure: Callable  # (models, probe_batch, unigram, keys (M,)) -> probe
+    effect: Callable  # (models before, models after, batch) -> what the updates did
     own: Callable  # (states, m) -> State of member m, laid out as the run alone has it
 
 
@@ -226,27 +216,34 @@ def _ensemble(
 ) -> Ensemble:
     """Members are spread over the data axis where it divides them, or else their batches are."""
     alone = _compiled(model, optimizer, vectors, devices).abstract
-    plain, probing = _one(model, optimizer, vectors)
+    step = _step(model, optimizer)
     spread = mesh.can_spread(devices, members)
 
     def all_members(one: Callable, axes: tuple[int | None, ...]) -> Callable:
-        if spread:
-            each = jax.vmap(one, in_axes=axes)
-            return mesh.members_over_data(devices, each, axes)
-        return jax.vmap(functools.partial(one, devices=devices), in_axes=axes)
+        each = jax.vmap(one, in_axes=axes)
+        return mesh.members_over_data(devices, each, axes) if spread else each
 
     shardings = mesh.of_members(alone, spread)
-    step = functools.partial(
-        jax.jit, donate_argnums=0, out_shardings=(shardings, mesh.replicated(devices))
-    )
+    step = step if spread else functools.partial(step, devices=devices)
+    jit = _jit_on(devices)
     return Ensemble(
-        join=jax.jit(
+        join=jit(
             lambda *states: jax.tree.map(lambda *leaves: jnp.stack(leaves), *states),
             out_shardings=shardings,
         ),
-        plain=step(all_members(plain, (0, None, 0))),
-        probing=step(all_members(probing, (0, None, 0, None, None, 0))),
-        own=jax.jit(
+        step=jit(
+            all_members(step, (0, None, 0)),
+            donate_argnums=0,
+            out_shardings=(shardings, mesh.replicated(devices)),
+        ),
+        measure=jit(
+            all_members(_measure(vectors), (0, None, None, 0)),
+            out_shardings=mesh.replicated(devices),
+        ),
+        effect=jit(
+            all_members(anatomy.effect, (0, 0, None)), out_shardings=mesh.replicated(devices)
+        ),
+        own=jit(
             lambda states, m: jax.tree.map(lambda leaf: leaf[m], states),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, alone),
         ),

@@ -17,7 +17,7 @@ class Progress:
         self.name, self.total, self.tokens, self.every = name, total, tokens_per_step, every
         self.start = self.began = None  # set at the first report: compiling is no measure of speed
         self.said = time.monotonic()
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty() and not _muted
         if self.live:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -67,4 +67,14 @@ class Progress:
 
 def say(line: str) -> None:
     """One plain line for people; results go to stdout, this goes to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    if not _muted:
+        print(line, file=sys.stderr, flush=True)
+
+
+_muted = False
+
+
+def mute() -> None:
+    """From here on this process tells nothing: of several that train together one does."""
+    global _muted
+    _muted = True

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ from normstudy.errors import UserError
 METRICS, PROBES, CONFIG, OUTCOME = "metrics.jsonl", "probes.jsonl", "config.json", "outcome.json"
 
 
-def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
+def open_folder(
+    folder: Path, identity: dict[str, Any], kind: str, may_change: Collection[str] = ()
+) -> bool:
     """Make the folder ours, or find that it is; True when work in it goes on from before.
 
-    identity["config"] is what must agree. Raises UserError, and writes nothing, when the folder is
-    not writable, holds something else, or was made with another config (names the fields).
+    identity["config"] is what must agree, but for the fields that may change: where they do,
+    config.json says so from then on, and a finished run is no longer finished. Raises UserError,
+    and writes nothing, when the folder is not writable, holds something else, or was made with
+    another config (names the fields).
     """
     path = folder / CONFIG
     try:
@@ -51,10 +56,13 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
     before = read_identity(path)
     if before["kind"] != identity["kind"]:
         raise UserError(f"{folder} holds a {before['kind']}, not a {kind}; nothing was written")
-    if before["config"] != json.loads(json.dumps(identity["config"])):
+    changed = _differences(before, identity)
+    if {name.rpartition(".")[2] for name in changed} - set(may_change):
+        what = "".join(f"{n}: {old} there, {new} now. " for n, (old, new) in changed.items())
         raise UserError(
-            f"{folder} was made with another config; nothing was written. {_diff(before, identity)}"
-            "Give another folder by --out, or the same settings to go on"
+            f"{folder} was made with another config; nothing was written. {what}"
+            "Give another folder by --out, the same settings to go on, or the fields that may "
+            "change by --allow-config-change"
         )
     texts = [tree.get("corpus", {}).get("sha256") for tree in (before, identity)]
     if texts[0] != texts[1]:
@@ -62,6 +70,10 @@ def open_folder(folder: Path, identity: dict[str, Any], kind: str) -> bool:
             f"{folder} was made with another text (sha256 {texts[0]} there, {texts[1]} now); "
             "nothing was written. Give another folder by --out"
         )
+    if changed:
+        history = [*before.get("changes", []), {"from": before["code"], "fields": changed}]
+        write_json(path, identity | {"changes": history})
+        (folder / OUTCOME).unlink(missing_ok=True)
     return True
 
 
@@ -121,23 +133,23 @@ class Journal:
         self.file.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, fault: Callable[[dict, dict], str] = lambda row, before: "") -> list:
     """Rows of a JSONL file. A torn last line (a killed writer) is left out.
 
-    Raises UserError that names file and line when another is damaged or a step out of order.
+    fault: what is wrong with a row, given the one before it ({} at first). Raises UserError that
+    names file and line when one is damaged.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; is {path.parent} a run folder?")
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or "step" not in row:
-                raise ValueError("not a row with a step")
-            if rows and row["step"] <= rows[-1]["step"]:
-                raise ValueError(f"step {row['step']} stands after step {rows[-1]['step']}")
+            if not isinstance(row, dict):
+                raise ValueError("not a row")
+            if found := fault(row, rows[-1] if rows else {}):
+                raise ValueError(found)
         except ValueError as error:
             raise UserError(
                 f"{path}, line {number} is damaged ({error}); nothing was drawn or overwritten. "
@@ -147,15 +159,36 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a log, each with a step, in order. As `read_lines`."""
+
+    def fault(row: dict[str, Any], before: dict[str, Any]) -> str:
+        if "step" not in row:
+            return "not a row with a step"
+        if before and row["step"] <= before["step"]:
+            return f"step {row['step']} stands after step {before['step']}"
+        return ""
+
+    return read_lines(path, fault)
+
+
+def column(path: Path, name: str) -> list[Any]:
+    """One entry of every row of a log."""
+    return [row[name] for row in read_rows(path)]
+
+
 def truncate(path: Path, step: int) -> None:
     """Drop the rows of `step` and after, and a torn last line: what a resumed run writes again."""
     if path.exists():
-        kept = [row for row in read_rows(path) if row["step"] < step]
-        partial = path.with_suffix(".partial")
-        partial.write_text(
-            "".join(json.dumps(plain(row), allow_nan=False) + "\n" for row in kept), "utf-8"
-        )
-        partial.replace(path)
+        rewrite(path, [row for row in read_rows(path) if row["step"] < step])
+
+
+def rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A JSONL file anew, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    text = "".join(json.dumps(plain(row), allow_nan=False) + "\n" for row in rows)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -230,10 +263,11 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def _diff(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{field: (before, now)} of what differs in two configs."""
     flat_a, flat_b = _flat(before["config"]), _flat(json.loads(json.dumps(now["config"])))
-    names = [n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)]
-    return "".join(f"{n}: {flat_a.get(n)} there, {flat_b.get(n)} now. " for n in sorted(names))
+    names = sorted(n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n))
+    return {name: (flat_a.get(name), flat_b.get(name)) for name in names}
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

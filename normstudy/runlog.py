@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from normstudy import config, record
+from normstudy import config, hosts, record
 from normstudy.errors import UserError
 from normstudy.tensorboard import Board
 
@@ -18,17 +17,9 @@ class RunLog:
     """Takes the values of one step after the other; a context manager that closes its files."""
 
     def __init__(self, folder: Path, run: config.Run, begin: int):
-        for log in (record.METRICS, record.PROBES):
-            record.truncate(folder / log, begin)
-        rows = record.read_rows(folder / record.METRICS) if begin else []
-        if [row["step"] for row in rows] != list(range(begin)):
-            raise UserError(
-                f"{folder / record.METRICS} lacks steps before the checkpoint at step {begin}; "
-                "delete the run folder and run the arm again"
-            )
         # nats, of every step so far; the decimals in the log give the same float32 back
-        self.losses = [float(np.float32(row["loss"])) for row in rows]
-        self.writes = jax.process_index() == 0
+        self.losses: list[float] = hosts.first(lambda: _resume(folder, begin))
+        self.writes = hosts.leads()
         self.settled = time.monotonic()
         if self.writes:
             self.metrics = record.Journal(folder / record.METRICS)
@@ -57,3 +48,16 @@ class RunLog:
         if probe is not None:
             self.probes.write({"step": step, **probe})
             self.board.layers(step, probe)
+
+
+def _resume(folder: Path, begin: int) -> list[float]:
+    """Cut both logs at the step that goes on; the losses before it."""
+    for log in (record.METRICS, record.PROBES):
+        record.truncate(folder / log, begin)
+    rows = record.read_rows(folder / record.METRICS) if begin else []
+    if [row["step"] for row in rows] != list(range(begin)):
+        raise UserError(
+            f"{folder / record.METRICS} lacks steps before the checkpoint at step {begin}; "
+            "delete the run folder and run the arm again"
+        )
+    return [float(np.float32(row["loss"])) for row in rows]

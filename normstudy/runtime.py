@@ -8,12 +8,21 @@ import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from normstudy import config, preemption, watchdog
+from normstudy.errors import UserError
+from normstudy.hosts import join
 
-def start(cpu_devices: int | None = None, cache: bool = True) -> None:
+
+def start(
+    cpu_devices: int | None = None, cache: bool = True, launch: config.Launch | None = None
+) -> None:
     """Before any other call to jax: devices, freed memory and, if so asked, the compile cache.
+
+    launch: for what trains; meets the other processes, and watches for signals and standstill.
 
     As many CPU devices as cores, unless XLA_FLAGS says otherwise: one device per core is faster
     than one device with two threads, and makes every run a sharded one. Changes nothing of that on
@@ -26,6 +35,44 @@ def start(cpu_devices: int | None = None, cache: bool = True) -> None:
     keep_freed_memory()
     if cache and getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    if launch is not None:
+        join(launch)
+        preemption.watch()
+        watchdog.start(launch.watchdog)
+        if not launch.allow_unsafe_rng:
+            refuse_unsafe_rng()
+
+
+def refuse_unsafe_rng() -> None:
+    """Raises UserError for settings under which the same seed may give other parameters on another
+    mesh: they were made for speed, and normstudy draws too little to gain by them.
+    """
+    found = []
+    settings: Any = jax.config  # its type leaves these out
+    kind = settings.jax_default_prng_impl
+    if kind != "threefry2x32":
+        found.append(f"jax_default_prng_impl is {kind} (JAX_DEFAULT_PRNG_IMPL)")
+    if not settings.jax_threefry_partitionable:
+        found.append("jax_threefry_partitionable is off")
+    unsafe = "spmd_rng_bit_generator_unsafe"
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        for flag in os.environ.get(name, "").split():
+            if unsafe in flag and flag.rpartition("=")[2].lower() not in ("false", "0"):
+                found.append(f"{name} has {flag}")
+    if found:
+        raise UserError(
+            f"{'; '.join(found)}: parameters would depend on the mesh. Unset it, or give "
+            "--allow-unsafe-rng"
+        )
+
+
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """What the programs of a run are compiled with.
+
+    On a CPU at LLVM's first level: it takes a third less time to compile than the third, XLA's
+    default, and the program runs as fast, for its loops are simple and its matmuls are a library's.
+    """
+    return {"xla_backend_optimization_level": 1} if platform == "cpu" else None
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from normstudy import (
     corpus,
     figures,
     frames,
+    hosts,
     inits,
     mesh,
     programs,
@@ -42,10 +43,12 @@ def run_arms(
     out: Path,
     kind: str,
     together: int = 1,
+    may_change: Collection[str] = (),
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
     together: so many runs as one program, of those that differ in seed, init and schedule alone.
+    may_change: fields that may differ from those the folder was made with.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
@@ -61,7 +64,8 @@ def run_arms(
             jobs.append(train.Member(run, folder, name))
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
-    record.open_folder(out, identity, kind)
+    hosts.meet_in(out)
+    hosts.first(lambda: record.open_folder(out, identity, kind, may_change))
     say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
     devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
     say(f"mesh: {mesh.describe(devices)}")
@@ -69,9 +73,12 @@ def run_arms(
         if run.seed == base.seed:
             say(f"{name}: {schedules.audit_line(run.optim, run.model.width, run.steps)}; init "
                 f"{inits.describe(run.model, programs.standard_deviations(run))}")  # fmt: skip
-    finished = [job for job in jobs if (job.folder / record.OUTCOME).exists()]
+    ended = hosts.first(lambda: [(job.folder / record.OUTCOME).exists() for job in jobs])
+    finished = [job for job, over in zip(jobs, ended, strict=True) if over]
     for job in finished:
-        train.together([job])  # trains nothing, but looks whether it is this run that is finished
+        train.together(
+            [job], may_change
+        )  # trains nothing, but looks whether it is this run that is finished
     if finished:
         say(f"{len(finished)} of {len(jobs)} runs are finished")
     waiting = [job for job in jobs if job not in finished]
@@ -79,7 +86,7 @@ def run_arms(
     for group in _groups(waiting, together):
         what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
         say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
-        train.together(group)
+        train.together(group, may_change)
         done += len(group)
     return [logs for logs in frames.load(out) if logs.name in chosen]
 

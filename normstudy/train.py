@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,23 +17,27 @@ import optax
 from jaxtyping import Array
 
 from normstudy import (
+    attempts,
     checkpoint,
     config,
     corpus,
     data,
+    hosts,
     inits,
+    lock,
     mesh,
     optim,
     origin,
     outcome,
     placements,
+    preemption,
     programs,
     record,
     schedules,
+    watchdog,
 )
-from normstudy.errors import Interrupted
 from normstudy.programs import State
-from normstudy.progress import Progress, say
+from normstudy.progress import Progress
 from normstudy.runlog import RunLog
 
 
@@ -66,12 +68,15 @@ class Member(NamedTuple):
     name: str = "run"
 
 
-def train(run: config.Run, folder: Path, name: str = "run") -> dict[str, Any]:
+def train(
+    run: config.Run, folder: Path, name: str = "run", may_change: Collection[str] = ()
+) -> dict[str, Any]:
     """Run to the end, or on from the newest checkpoint, and return what outcome.json holds.
 
-    Raises UserError for a folder that is not this run's, Interrupted after Ctrl-C (all is saved).
+    Raises UserError for a folder that is not this run's or that another process trains in,
+    Interrupted after Ctrl-C and Preempted after SIGTERM (all is saved), NotSaved.
     """
-    return together([Member(run, folder, name)])[0]
+    return together([Member(run, folder, name)], may_change)[0]
 
 
 def shared(run: config.Run) -> config.Run:
@@ -79,7 +84,7 @@ def shared(run: config.Run) -> config.Run:
     return dataclasses.replace(run, seed=0, init=config.Init(), optim=optim.static_part(run.optim))
 
 
-def together(members: Sequence[Member]) -> list[dict[str, Any]]:
+def together(members: Sequence[Member], may_change: Collection[str] = ()) -> list[dict[str, Any]]:
     """Train runs that differ in seed, initial scales and schedule alone, one program for all.
 
     Each writes its own folder as it would alone, and ends for itself; one whose loss or gradient
@@ -95,15 +100,30 @@ def together(members: Sequence[Member]) -> list[dict[str, Any]]:
     waiting: dict[int, list[Member]] = {}
     for member in members:
         run, folder, name = member
-        resumed = record.open_folder(folder, _identity(run, name, feed, devices), "run")
-        if resumed and (folder / record.OUTCOME).exists():
-            results[folder] = record.read_json(folder / record.OUTCOME)
+        hosts.meet_in(folder)
+        identity = _identity(run, name, feed, devices)
+        found = hosts.first(functools.partial(_opened, folder, identity, may_change))
+        if isinstance(found, dict):
+            results[folder] = found
         else:
-            begin = (checkpoint.latest(folder) if resumed else None) or 0
-            waiting.setdefault(begin, []).append(member)
+            waiting.setdefault(found, []).append(member)
     for begin, group in waiting.items():
         results |= _loop(group, begin, feed, compiled, devices)
     return [results[member.folder] for member in members]
+
+
+def _opened(
+    folder: Path, identity: dict[str, Any], may_change: Collection[str]
+) -> dict[str, Any] | int:
+    """The result of a run that is finished, or the step at which it begins or goes on."""
+    if not record.open_folder(folder, identity, "run", may_change):
+        return 0
+    if (folder / record.OUTCOME).exists():
+        return record.read_json(folder / record.OUTCOME)
+    with lock.held(folder):
+        step = checkpoint.newest_sound(folder) or 0
+        checkpoint.discard_after(folder, step)
+    return step
 
 
 def _loop(
@@ -118,8 +138,8 @@ def _loop(
     Values are fetched one step late, once the next one has been dispatched.
     """
     run, alone = members[0].run, len(members) == 1  # of run: what the members share
-    put = functools.partial(mesh.put_batch, devices)
-    probe_batch, unigram = put(feed.probe_batch), jnp.asarray(feed.unigram)
+    put, everywhere = (functools.partial(f, devices) for f in (mesh.put_batch, mesh.put_replicated))
+    probe_batch, unigram = put(feed.probe_batch), everywhere(feed.unigram)
     probed = probe_steps(run.steps, run.probe.probe_every)
     rates = np.stack([schedules.table(m.run.optim, run.model.width, run.steps) for m in members])
     states = [
@@ -137,6 +157,7 @@ def _loop(
         state, own_state = step_of.join(*states), lambda i: step_of.own(state, i)
         every, own = jnp.stack, (lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree))
     del states
+    attempts_at: list[attempts.Attempt] = []
     results: dict[int, dict[str, Any]] = {}
     in_flight: tuple[int, dict[str, Any]] | None = None
     start = None
@@ -161,41 +182,64 @@ def _loop(
 
     def save(i: int) -> State:
         mine = own_state(i)
-        checkpoint.save(members[i].folder, int(mine.step), mine)
+        savers[i].save(int(mine.step), mine)
         return mine
+
+    def last_words() -> None:
+        for own in attempts_at:
+            own.end("preempted", "before the next step: the last checkpoint counts")
 
     def end(i: int, why: str) -> None:
         """The last checkpoint of a member, and its outcome."""
         member = members[i]
-        results[i] = _result(member, feed, compiled, devices, save(i), logs[i].losses, why)
-        record.write_json(member.folder / record.OUTCOME, results[i])
+        state = save(i)
+        results[i] = _result(member, feed, compiled, devices, state, logs[i].losses, why)
+        savers[i].close()
+        if hosts.leads():
+            record.write_json(member.folder / record.OUTCOME, results[i])
+            attempts_at[i].end("done", why)
         word, step, because = (results[i][key] for key in ("word", "step", "why"))
         who = member.name if alone else f"{member.name}, seed {member.run.seed}"
         bar.say(f"{who}: {word} (step {step}): {because}; stopped: {why}")
 
-    with contextlib.ExitStack() as files, _interruptible() as asked_to_stop:
+    with contextlib.ExitStack() as files:
+        if hosts.leads():
+            for m in members:
+                files.enter_context(lock.held(m.folder))
+            attempts_at = [files.enter_context(attempts.attempt(m.folder, begin)) for m in members]
+        files.enter_context(preemption.at_work(last_words))
+        savers = [
+            files.enter_context(checkpoint.Saver(m.folder, {"seed": m.run.seed})) for m in members
+        ]
         logs = [files.enter_context(RunLog(m.folder, m.run, begin)) for m in members]
         tokens = len(members) * run.data.batch * run.model.context
         bar = files.enter_context(Progress(_names(members), begin, run.steps, tokens))
         for step in range(begin, run.steps):
             batch, lr = put(feed.batches[step]), jnp.float32(every(list(rates[:, step])))
+            probe = None
             if step in probed:
                 key, edge = every([probe_key(m.run, step) for m in members]), {}
                 if run.probe.curvature:  # a resumed run searches from random vectors once
                     edge, start = compiled.sharpness(state, batch, lr, start)
-                state, values = step_of.probing(state, batch, lr, probe_batch, unigram, key)
-                values["probe"] |= edge
-            else:
-                state, values = step_of.plain(state, batch, lr)
+                probe = edge | step_of.measure(state.model, probe_batch, unigram, key)
+                before = jax.tree.map(jnp.copy, state.model)  # a step gives its state away
+            state, values = step_of.step(state, batch, lr)
+            of_update = values.pop("update")
+            if probe is not None:
+                probe |= of_update | step_of.effect(before, state.model, batch)
+                values["probe"], before = probe, None
             settle()
             if not going():
                 break
             in_flight, done = (step, values), step + 1
-            if asked_to_stop():
+            watchdog.feed()
+            if asked := preemption.asked():
                 settle()
                 for i in going():
                     save(i)
-                raise Interrupted(f"interrupted at step {done}; saved. The same command goes on")
+                    savers[i].close()
+                how = asked.__name__.lower()
+                raise asked(f"{how} at step {done}; saved. The same command goes on")
             if done % run.checkpoint_every == 0 and done < run.steps:
                 settle()
                 for i in going():
@@ -242,13 +286,13 @@ def _result(
         step = int(state.step)  # the update that was refused
         if found.word != "diverged":
             found = outcome.Outcome("diverged", step, f"a gradient is not finite at step {step}")
-        bad = not_finite(state.model, feed.batches[step])
+        bad = not_finite(hosts.gathered(state.model), feed.batches[step])
         found = dataclasses.replace(found, why=f"{found.why}; {bad['sentence']}")
     curve = outcome.smooth(np.array(losses))
     finite = curve[np.isfinite(curve)]
     held_out = [compiled.loss(state.model, put(feed.held_out[i])) for i in range(run.eval_batches)]
     if run.optim.clip:
-        norms = [row["gradient_norm"] for row in record.read_rows(member.folder / record.METRICS)]
+        norms = hosts.first(lambda: record.column(member.folder / record.METRICS, "gradient_norm"))
         clipped = {"clip_fraction": float(np.mean([norm > run.optim.clip for norm in norms]))}
     else:
         clipped = {}
@@ -306,24 +350,3 @@ def not_finite(model: Any, batch: np.ndarray) -> dict[str, Any]:
         return {"sentence": f"its replay on the CPU failed ({reason})", "origins": []}
     sentence = origin.sentence(origins) if origins else "its replay on the CPU is finite"
     return {"sentence": sentence, "origins": [found.as_dict() for found in origins]}
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C once asks the loop to save and stop at the next step; twice ends at once."""
-    asked = []
-
-    def handler(number, frame):
-        asked.append(number)
-        signal.signal(signal.SIGINT, before)
-        say("\ninterrupt: saving at the next step (again: stop at once)")
-
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals reach the main thread alone: the caller watches
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,5 +1,9 @@
 """Strict numerics for every test in this process; eight CPU devices, so that meshes are real."""
 
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU, or libtpu without a TPU
+
 import jax
 import pytest
 import tiny
@@ -39,7 +43,7 @@ def one_device(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """Commands called in this process find their devices started."""
-    monkeypatch.setattr(runtime, "start", lambda cpu_devices=None, cache=True: None)
+    monkeypatch.setattr(runtime, "start", lambda cpu_devices=None, cache=True, launch=None: None)
 
 
 @pytest.fixture(scope="session")

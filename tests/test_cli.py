@@ -164,7 +164,7 @@ def test_ctrl_c_is_exit_code_130(command):
 
 def test_interrupted_study_is_exit_code_130_and_no_error(command):
     def main(argv):
-        raise train.Interrupted("interrupted at step 3; saved. The same command goes on")
+        raise Interrupted("interrupted at step 3; saved. The same command goes on")
 
     code, _, err = command(main)
     assert code == 130

@@ -133,7 +133,7 @@ def test_devices_meet_once_a_step_and_not_for_every_layer():
     run = tiny.run()
     compiled, devices = programs.of(run)
     batch = mesh.put_batch(devices, np.zeros((8, run.model.context + 1), np.int32))
-    text = compiled.plain.lower(compiled.abstract, batch, np.float32(0.01)).compile().as_text()
+    text = compiled.step.lower(compiled.abstract, batch, np.float32(0.01)).compile().as_text()
     bodies = re.findall(r"\bwhile\(.*?body=%?([\w.-]+)", text)
     assert len(bodies) >= 2  # forward and backward
     for body in bodies:

@@ -65,13 +65,17 @@ def repeated_to_end(model, x0, keys):
     return jax.vmap(lambda key: probes.jacobian_to_end(stack, nudges(model, x0), key, 8))(keys)
 
 
-SUBLAYERS = {name: lambda block, x, name=name: getattr(block, name)(x)[0] for name in BRANCHES}
+SUBLAYERS = {
+    name: lambda block, x, cut, name=name: getattr(block, name)(x, cut=cut)[0] for name in BRANCHES
+}
 
 
 @jax.jit
 def repeated_of_parts(model, x0, keys):
-    inputs = model.stack(x0)[1][:-1]
-    one = lambda key: probes.jacobian_of_parts(SUBLAYERS, model.layers, inputs, key, 8)
+    streams = model.stack(x0)[1]
+    one = lambda key: (
+        probes.descend(SUBLAYERS, model.layers, streams[:-1], streams[-1], key, 8).of_parts
+    )
     return jax.vmap(one)(keys)
 
 
@@ -170,10 +174,26 @@ def test_stream_gradients_are_those_of_the_stack_cut_at_each_layer(double, seed)
     np.testing.assert_allclose(found, by_hand, rtol=SOFTMAX)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_descent_finds_what_the_derivatives_of_the_whole_stack_find(x64, placement):
+    """The same vectors, pulled back layer by layer or through the whole at once."""
+    model, x0 = start(1, placement)
+    batch, key = tiny.tokens(CFG, B, 1), jax.random.key(3)
+    found = jax.jit(lambda m, x: probes.measure(FromStream(m, x), batch, jnp.ones(5) / 5, key, 3))(
+        model, x0
+    )
+    for name, cut in (("jacobian_to_end", ()), ("skip_gain", BRANCHES)):
+        whole = jax.jit(lambda m, x, cut=cut: probes.skip_gain(m, x, nudges(m, x), key, 3, cut))
+        norm, error = whole(model, x0)
+        np.testing.assert_allclose(found[name], norm, rtol=SOFTMAX)
+        np.testing.assert_allclose(found[f"{name}_se"], error, rtol=1e-4, atol=1e-9)
+
+
 def of_blocks(block, layers, inputs, vectors) -> probes.Estimate:
     """Jacobian norms of layers that have one part."""
-    parts = {"whole": block}
-    return probes.jacobian_of_parts(parts, layers, inputs, jax.random.key(0), vectors)["block"]
+    parts = {"whole": lambda layer, x, cut: block(layer, x)}
+    found = probes.descend(parts, layers, inputs, inputs[0], jax.random.key(0), vectors)
+    return found.of_parts["block"]
 
 
 def test_identity_has_norm_exactly_1_and_no_error(x64):

@@ -58,7 +58,7 @@ compiled, devices = programs.of(run)
 feed, state, losses = data.feed(run), programs.initial_state(run, compiled), []
 for step in range(3):
     batch = mesh.put_batch(devices, feed.batches[step])
-    state, values = compiled.plain(state, batch, jnp.float32(0.01))
+    state, values = compiled.step(state, batch, jnp.float32(0.01))
     losses.append(float(values["loss"]))
 print(json.dumps([jax.config.jax_compilation_cache_dir, losses]))
 """

@@ -20,8 +20,8 @@ GOLDEN = {
     "gradient_norm": [1.6059266, 1.3013227, 1.1560479],
 }
 GOLDEN_PROBE = {  # step 0, by layer
-    "jacobian_to_end": [1.4501591, 1.0216494],
-    "skip_gain": [0.74060947, 0.77817523],
+    "jacobian_to_end": [1.4367921, 1.0393649],
+    "skip_gain": [0.7221163, 0.76635313],
     "stream_gradient": [0.19964442, 0.12620045, 0.13342583],
 }
 
@@ -73,7 +73,8 @@ def test_probe_vectors_depend_on_seed_and_step():
 def test_run_folder_holds_all_that_it_should(finished):
     run, folder, result = finished
     assert {p.name for p in folder.iterdir()} == {
-        "config.json", "metrics.jsonl", "probes.jsonl", "outcome.json", "ckpt", "tb"
+        "config.json", "metrics.jsonl", "probes.jsonl", "outcome.json", "attempts.jsonl", "ckpt",
+        "tb", "lock",
     }  # fmt: skip
     assert checkpoint.steps(folder) == [3, 6, 8]
     assert [row["step"] for row in rows(folder)] == list(range(8))
@@ -248,7 +249,7 @@ def test_one_device_gives_the_losses_of_eight(wide, monkeypatch):
         found = []
         for step in range(3):
             batch = mesh.put_batch(devices, feed.batches[step])
-            state, values = compiled.plain(state, batch, jnp.float32(0.01))
+            state, values = compiled.step(state, batch, jnp.float32(0.01))
             found.append([float(values[name]) for name in ("loss", "gradient_norm")])
         return found, devices.size
 
@@ -300,7 +301,7 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
     """Train on a script: step n has losses[n] and gradients[n], nothing is compiled."""
     gradients = gradients or [1.0] * len(losses)
 
-    def plain(state, batch, lr):
+    def step(state, batch, lr):
         n = int(state.step)
         fine = bool(state.alive and np.isfinite(losses[n]) and np.isfinite(gradients[n]))
         values = {
@@ -308,19 +309,16 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
             "gradient_norm": np.float32(gradients[n]),
             "update_norm": np.float32(1),
             "alive": np.bool_(fine),
+            "update": {},
         }
         return state._replace(step=state.step + fine, alive=jnp.bool(fine)), values
-
-    def probing(state, batch, lr, probe_batch, unigram, key):
-        new, values = plain(state, batch, lr)
-        return new, values | {"probe": {"rms": np.ones(3, np.float32)}}
 
     state = programs.State(jnp.int32(0), jnp.bool(True), {"w": jnp.ones(2)}, {"m": jnp.ones(2)})
     compiled = programs.Programs(
         init=lambda key, stds: state,
-        plain=plain,
-        probing=probing,
-        measure=lambda *args: {},
+        step=step,
+        measure=lambda *args: {"rms": np.ones(3, np.float32)},
+        effect=lambda *args: {},
         sharpness=lambda *args: ({}, args[-1]),
         loss=lambda *args: jnp.float32(5),
         abstract=state,
@@ -535,21 +533,3 @@ def test_run_goes_on_after_its_folder_was_moved(finished, tmp_path, stopping_at)
     shutil.move(tmp_path / "here", tmp_path / "there")
     train.train(run, tmp_path / "there", "tiny")
     assert rows(tmp_path / "there") == rows(whole)
-
-
-def test_probing_step_goes_on_as_the_plain_step_does(finished):
-    """From the checkpoint at step 3: probing leaves parameters, moments and counters alone."""
-    run, folder, _ = finished
-    compiled, devices = programs.of(run)
-    feed = train.data.feed(run)
-    batch, probe_batch = (mesh.put_batch(devices, b) for b in (feed.batches[3], feed.probe_batch))
-    lr, unigram = jnp.float32(run.optim.lr), jnp.asarray(feed.unigram)
-    before = [checkpoint.restore(folder, 3, compiled.abstract) for _ in range(2)]  # steps donate
-    plain, scalars = compiled.plain(before[0], batch, lr)
-    key = train.probe_key(run, 3)
-    probing, values = compiled.probing(before[1], batch, lr, probe_batch, unigram, key)
-    assert jax.tree.structure(plain) == jax.tree.structure(probing)
-    tiny.assert_bit_equal(plain, probing)
-    assert {name: float(values[name]) for name in scalars} == {
-        name: float(value) for name, value in scalars.items()
-    }
