@@ -34,11 +34,12 @@ _TOO_LARGE = re.compile(r"([\d.]+)([KMGT]?)\) exceeds available HBM \(")
 
 
 class Memory(NamedTuple):
-    """What one device has to hold for a program, bytes."""
+    """What one device has to hold while a program runs, bytes."""
 
     arguments: int
     outputs: int  # without those that take the place of an argument
     temporary: int
+    beside: int  # of the state, what the program does not take
     code: int
 
     @property
@@ -117,8 +118,11 @@ def prove(run: config.Run, slice: Slice, slices: int = 1, only: str = "all") -> 
     return Proof(run, slice, slices, dict(devices.shape), tuple(compiled))
 
 
-def step_programs(run: config.Run, devices: jax.sharding.Mesh) -> dict[str, tuple[Callable, tuple]]:
-    """{name: (jitted function, its abstract arguments)} of all that a training step runs."""
+def step_programs(
+    run: config.Run, devices: jax.sharding.Mesh
+) -> dict[str, tuple[Callable, tuple, int]]:
+    """{name: (jitted function, its abstract arguments, bytes that stay beside them on each device)}
+    of all that a training step runs."""
     compiled = programs.on(run, devices)
     tokens = run.model.context + 1
     whole, by_batch = mesh.replicated(devices), mesh.by_batch(devices)
@@ -135,17 +139,30 @@ def step_programs(run: config.Run, devices: jax.sharding.Mesh) -> dict[str, tupl
         "unigram": array((run.model.vocab,), jnp.float32, whole),
         "key": array((), jax.eval_shape(lambda: jax.random.key(0)).dtype, whole),
     }
+    moments = _bytes_held(compiled.abstract.opt_state)
     return {
-        name: (getattr(compiled, name), tuple(values[own] for own in TAKES[name]))
-        for name in programs.Programs._fields
-        if name in TAKES
+        name: (
+            getattr(compiled, name),
+            tuple(values[own] for own in takes),
+            0 if "state" in takes else moments,
+        )
+        for name, takes in TAKES.items()
     }
 
 
+def _bytes_held(tree: Any) -> int:
+    """Of abstract arrays, by one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def compile_one(
-    name: str, function: Any, args: tuple, devices: jax.sharding.Mesh, hbm: int
+    name: str, function: Any, args: tuple, beside: int, devices: jax.sharding.Mesh, hbm: int
 ) -> Program:
-    """A jitted function compiled for abstract arguments on these devices. hbm: bytes of each."""
+    """A jitted function compiled for abstract arguments on these devices. hbm: bytes of each, of
+    which some hold what stays beside the arguments."""
     begin = time.perf_counter()
     traced = function.trace(*args)
     try:
@@ -155,9 +172,10 @@ def compile_one(
         if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
             raise
         unit = 1024 ** " KMGT".index(wanted[2] or " ")
-        return Program(name, float(wanted[1]) * unit, hbm, time.perf_counter() - begin)
+        needed = float(wanted[1]) * unit + beside
+        return Program(name, needed, hbm, time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    memory = memory_of(compiled)
+    memory = memory_of(compiled, beside)
     meetings = tuple(collectives.read(compiled.as_text()))
     return Program(
         name,
@@ -171,13 +189,14 @@ def compile_one(
     )
 
 
-def memory_of(compiled: Any) -> Memory:
+def memory_of(compiled: Any, beside: int = 0) -> Memory:
     """From XLA's own plan of a compiled program."""
     plan = compiled.memory_analysis()
     return Memory(
         plan.argument_size_in_bytes,
         plan.output_size_in_bytes - plan.alias_size_in_bytes,
         plan.temp_size_in_bytes,
+        beside,
         plan.generated_code_size_in_bytes,
     )
 
@@ -224,7 +243,7 @@ def gathered_whole(meetings: tuple[Collective, ...], args: Any) -> Iterator[str]
 
 def floor(program: Program, slice: Slice) -> Floor:
     """The least time of one run of the program; what the links between slices carry is left out."""
-    memory, chip = program.memory or Memory(0, 0, 0, 0), slice.family
+    memory, chip = program.memory or Memory(0, 0, 0, 0, 0), slice.family
     return Floor(
         program.flops / chip.flops,
         (memory.arguments + memory.outputs + 2 * memory.temporary) / chip.hbm_bandwidth,
@@ -328,16 +347,15 @@ def headline(proof: Proof) -> str:
 
 def memory_rows(proof: Proof) -> list[dict[str, Any]]:
     """One row a program; bytes are those of one device."""
+    names = [f"{field} (GiB)" for field in Memory._fields[:4]]
     rows = []
     for program in proof.programs:
         of = program.memory
-        parts = [n / GIB for n in of[:3]] if of else [None] * 3
+        parts = [n / GIB for n in of[:4]] if of else [None] * 4
         rows.append(
             {
                 "program": program.name,
-                **dict(
-                    zip(("arguments (GiB)", "outputs (GiB)", "temporary (GiB)"), parts, strict=True)
-                ),
+                **dict(zip(names, parts, strict=True)),
                 "code (MiB)": of.code / 2**20 if of else None,
                 "needed (GiB)": program.needed / GIB,
                 "headroom (per cent)": 100 * (1 - program.needed / program.hbm),

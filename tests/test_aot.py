@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from normstudy import aot, collectives, config, topologies
+from normstudy import aot, collectives, config, mesh, programs, topologies
 from normstudy.collectives import Collective
 from normstudy.errors import OutOfMemory, UserError, Wasteful
 
@@ -70,7 +70,7 @@ def whole(stack, x):
     return through({"layers": {"q": made}}, x)
 
 both = [
-    aot.compile_one(f.__name__, jax.jit(f), (stack, x), devices, slice.hbm).gathered_whole
+    aot.compile_one(f.__name__, jax.jit(f), (stack, x), 0, devices, slice.hbm).gathered_whole
     for f in (through, whole)
 ]
 # what each family's compiler says that a program may have, of one that takes far more
@@ -185,6 +185,16 @@ def test_memory_of_each_family_is_what_its_compiler_says(compiled):
         assert f"exceeds available HBM ({family.hbm}G)" in said[name]
 
 
+def test_what_the_optimizer_keeps_stays_beside_a_probe():
+    run = tiny.run()
+    devices = mesh.make(run.mesh, 8, 8)
+    beside = {name: own[-1] for name, own in aot.step_programs(run, devices).items()}
+    model = programs.of(run)[0].abstract.model
+    # Adam's two moments and its counter, all replicated on a mesh of data alone
+    moments = 2 * sum(leaf.size * 4 for leaf in jax.tree.leaves(model)) + 4
+    assert beside == {"step": 0, "measure": moments, "effect": moments}
+
+
 def test_misfit_ends_with_code_3_and_names_a_flag_that_then_fits():
     fields = {"layers": 6000, "width": 128, "heads": 2, "ff": 512, "batch": 8, "context": 32}
     fields |= {"probe-batch": 8}
@@ -230,7 +240,7 @@ def test_smaller_runs_come_mildest_first():
 
 
 def proof(**changes) -> aot.Proof:
-    memory = aot.Memory(arguments=10, outputs=0, temporary=20, code=0)
+    memory = aot.Memory(arguments=10, outputs=0, temporary=20, beside=0, code=0)
     program = aot.Program("step", 30, 40, 1.0, memory, 5.0)._replace(**changes)
     slice = topologies.slice_of("v4-8")
     return aot.Proof(tiny.run(), slice, 1, {"data": 4}, (program,))
