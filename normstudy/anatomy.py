@@ -38,18 +38,18 @@ def of_update(gradients: Any, updates: Any) -> dict[str, Array]:
     }
 
 
-def effect(before: Any, after: Any, batch: Array) -> dict[str, Array]:
+def effect(before: Any, after: Any, batch: Array, **how: Any) -> dict[str, Array]:
     """What an update did to the batch that gave its gradients, batch (B, T + 1).
 
-    before, after: models. Values: relative Frobenius norms of changes, `function_update` (S,) of
-    x_0..x_L and `logits_update`; `sigma_update_NORM/SUBLAYER` (L,), mean over positions of
-    |sigma'/sigma - 1|; `moved/MATRIX`, the share of entries that are not what they were (an update
-    below half a unit in the last place is lost); `loss_change` in nats; the norms of the weights
-    before.
+    before, after: models; how: keywords of their stack. Values: relative Frobenius norms of
+    changes, `function_update` (S,) of x_0..x_L and `logits_update`; `sigma_update_NORM/SUBLAYER`
+    (L,), mean over positions of |sigma'/sigma - 1|; `moved/MATRIX`, the share of entries that are
+    not what they were (an update below half a unit in the last place is lost); `loss_change` in
+    nats; the norms of the weights before.
     Source of the function update: Wang et al. 2022 (DeepNet, 2203.00555), section 3.
     """
-    logits, streams, taps = forward(before, batch[:, :-1])
-    new_logits, new_streams, new_taps = forward(after, batch[:, :-1])
+    logits, streams, taps = forward(before, batch[:, :-1], **how)
+    new_logits, new_streams, new_taps = forward(after, batch[:, :-1], **how)
     found = {
         "function_update": _relative(new_streams - streams, streams, (1, 2, 3)),
         "logits_update": _relative(new_logits - logits, logits, (0, 1, 2)),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from normstudy import config, frames, measured, remote, tables
+from normstudy import config, frames, measured, remote, tables, topologies
 from normstudy.errors import Damaged, NotFinite, UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
@@ -70,7 +70,8 @@ def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str) -> Any:
     names = [f.name for part in (options, config.Launch()) for f in dataclasses.fields(part)]
     _check_options(argv, [*names, *config.fields_of(config.Run())])
     helps = "--help" in argv or "-h" in argv
-    preset = _value_of("--preset", argv) or ("cpu" if helps else _preset_for_backend(argv))
+    asked = _value_of("--preset", argv) or options.preset
+    preset = asked or ("cpu" if helps else _preset_for_backend(argv))
     run = config.PRESETS[choose("preset", preset, config.PRESETS)]
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[kind],
@@ -152,6 +153,23 @@ class Placements:
     json: bool = False
 
 
+@dataclass(frozen=True)
+class Aot:
+    """Compile a run for a slice of TPUs, without a TPU: does it fit, and what is its least time?"""
+
+    tpu: str = ""  # name of the slice: v4-32, v5e-16, v5p-64, v6e-16, ...
+    slices: int = 1  # so many of them, joined by the network of the data centre
+    preset: str = "tpu"  # smoke, cpu, gpu or tpu
+    only: str = "all"  # programs of the step, with commas between them
+    json: bool = False  # print all of it as JSON
+
+
+@dataclass(frozen=True)
+class _AotCommand:
+    options: Aot
+    run: config.Run
+
+
 def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
     from normstudy import figures as draw
@@ -209,6 +227,22 @@ def placements(argv: Sequence[str]) -> None:
 
     rows = as_rows()
     print(as_json(rows) if command.json else tables.markdown(rows))
+
+
+def aot(argv: Sequence[str]) -> None:
+    """What does not fit ends with exit code 3 and the options by which it fits."""
+    command = _parse_run(_AotCommand, argv, Aot(), Aot.__doc__ or "")
+    if not command.options.tpu:
+        raise UserError("which slice? --tpu NAME, for example --tpu v4-32 or --tpu v5p-64")
+    if command.options.slices < 1:
+        raise UserError(f"slices must be at least 1, not {command.options.slices}")
+    slice = topologies.slice_of(command.options.tpu)
+    topologies.prepare()
+    from normstudy import aot as ahead
+
+    proof = ahead.prove(command.run, slice, command.options.slices, command.options.only)
+    print(as_json(ahead.as_dict(proof)) if command.options.json else ahead.text(proof), flush=True)
+    ahead.check(proof)
 
 
 @dataclass(frozen=True)
@@ -269,6 +303,7 @@ COMMANDS = {
     "probe": probe,
     "verify": verify,
     "placements": placements,
+    "aot": aot,
 }
 
 
@@ -281,6 +316,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
         print(f"  {'verify RUN_DIR':<22}are the checkpoints what was saved?")
         print(f"  {'placements':<22}the table: where each placement puts the norm")
+        print(f"  {'aot --tpu SLICE':<22}does a run fit a slice of TPUs? needs none")
         print("\nThe study itself: python experiments/reproduce.py, or make reproduce")
         return
     COMMANDS[choose("command", argv[0], COMMANDS)](argv[1:])

@@ -18,6 +18,12 @@ class OutOfMemory(UserError):
     exit_code = 3
 
 
+class Wasteful(UserError):
+    """A compiled program does what it must not: a bug here, not bad input."""
+
+    exit_code = 1
+
+
 class Damaged(UserError):
     """A checkpoint is not what was saved."""
 

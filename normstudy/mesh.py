@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from normstudy import config
@@ -19,16 +20,20 @@ BATCH = ("data", "fsdp")  # both split the batch
 SMALL = 2**11  # entries; leaves below it are replicated, sending them costs more than holding them
 
 
-def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:
-    """The mesh over all devices. Raises UserError when sizes do not fit the devices or batches.
+def make(
+    cfg: config.Mesh, batch: int, probe_batch: int, of: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
+    """The mesh over all devices, or over those given: these may be a topology that is only compiled
+    for. Raises UserError when sizes do not fit the devices or batches.
 
     On CPUs the number of devices is an accident of the cores: without an explicit `data`, as many
     are used as divide the batches.
     """
-    devices = jax.device_count()
+    found = list(of or jax.devices()[: jax.device_count()])
+    devices = len(found)
     rest = cfg.fsdp * cfg.tensor
     data = cfg.data if cfg.data > 0 else devices // max(rest, 1)
-    may_shrink = cfg.data < 0 and jax.default_backend() == "cpu" and jax.process_count() == 1
+    may_shrink = cfg.data < 0 and found[0].platform == "cpu" and jax.process_count() == 1
     if may_shrink and rest > 0 and devices % rest == 0:
         while data > 1 and (batch % (data * cfg.fsdp) or probe_batch % (data * cfg.fsdp)):
             data -= 1
@@ -44,11 +49,28 @@ def make(cfg: config.Mesh, batch: int, probe_batch: int) -> jax.sharding.Mesh:
                 f"{name} {size} is not divided by the {data * cfg.fsdp} parts that the mesh splits "
                 f"it into (data {data} x fsdp {cfg.fsdp}); make it a multiple of {data * cfg.fsdp}"
             )
-    return jax.make_mesh(
-        (data, cfg.fsdp, cfg.tensor),
-        ("data", "fsdp", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=jax.devices()[:devices],
+    laid_out = _laid_out((data, cfg.fsdp, cfg.tensor), found[:devices])
+    return jax.sharding.Mesh(laid_out, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
+
+
+def _laid_out(shape: tuple[int, int, int], devices: list[Any]) -> np.ndarray:
+    """The devices in the shape of the mesh, neighbours along an axis being neighbours in the torus.
+
+    Slices of a TPU meet over the network of the data centre, which takes the data axis alone.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if shape[0] % slices:
+        raise UserError(
+            f"data {shape[0]} is not divided by the {slices} slices; fsdp and tensor have to fit "
+            f"into one slice of {len(devices) // slices} devices"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (shape[0] // slices, *shape[1:]),
+        (slices, 1, 1),
+        devices,
+        allow_split_physical_axes=True,
     )
 
 
@@ -103,8 +125,31 @@ def put_replicated(mesh: jax.sharding.Mesh, value: Any) -> jax.Array:
 
 def put_batch(mesh: jax.sharding.Mesh, batch: np.ndarray) -> jax.Array:
     """A batch (B, ...), the same on every process, laid out by its first axis."""
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH))
-    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+    return jax.make_array_from_callback(batch.shape, by_batch(mesh), lambda index: batch[index])
+
+
+def by_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The first axis is the batch, split over all parts; the rest is whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH))
+
+
+def split_by_batch(mesh: jax.sharding.Mesh, x: jax.Array) -> jax.Array:
+    """x, axis 0 = B, held by the parts of the batch.
+
+    Has to be said of the stream where fsdp splits the parameters: the compiler would rather split
+    it by width, as the tables are that it is looked up in. Then every device has the whole batch,
+    and all meet in every matrix product.
+    """
+    return jax.lax.with_sharding_constraint(x, by_batch(mesh))
+
+
+def size_without_fsdp(leaf: Any) -> int | None:
+    """Entries of an abstract leaf that a device holds once all parts of fsdp have come together;
+    None where fsdp does not split it."""
+    if "fsdp" not in leaf.sharding.spec:
+        return None
+    held = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(held) * leaf.sharding.mesh.shape["fsdp"]
 
 
 def data_alone(devices: jax.sharding.Mesh) -> bool:

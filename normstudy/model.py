@@ -39,6 +39,7 @@ class Sublayer(nnx.Module):
 
         cut: stop the gradient through the branch, so that derivatives see the skip path alone.
         """
+        x = ops.hold(x)
         place = placements.row(self.cfg.placement)
         c = place.constants(self.cfg.layers)
         taps: dict[str, Array] = {}

@@ -23,6 +23,7 @@ class Operations(NamedTuple):
 
     matmul: Callable[[Array, Array], Array]
     attend: Callable[[Array, Array, Array], Array]
+    hold: Callable[[Array], Array] = lambda x: x  # the stream, as the devices are to hold it
 
 
 def matmul(x: Float[Array, "*B D"], w: Float[Array, "D F"]) -> Float[Array, "*B F"]:

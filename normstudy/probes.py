@@ -148,15 +148,17 @@ def skip_gain(
     return jacobian_to_end(lambda n: model.stack(x0, n, cut=cut)[0], nudge, key, vectors)
 
 
-def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) -> dict[str, Any]:
+def measure(
+    model: Any, batch: Array, unigram: Array, key: Array, vectors: int, **how: Any
+) -> dict[str, Any]:
     """All quantities of one probe, as a flat dict of arrays with axis 0 = layer.
 
     model: has start(tokens), stack(x, nudge, cut=), read(x) and layers (stacked blocks, each with
     its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the training
-    split, shape (V,).
+    split, shape (V,). how: more keywords of stack and sublayers.
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
-    top, streams, taps = model.stack(model.start(tokens))
+    top, streams, taps = model.stack(model.start(tokens), **how)
 
     def loss(top: Stream) -> tuple[Array, Array]:
         log_p = jax.nn.log_softmax(model.read(top))
@@ -164,7 +166,7 @@ def measure(model: Any, batch: Array, unigram: Array, key: Array, vectors: int) 
 
     (probe_loss, log_p), at_top = jax.value_and_grad(loss, has_aux=True)(top)
     parts = {
-        name: lambda block, x, cut, name=name: getattr(block, name)(x, cut=cut)[0]
+        name: lambda block, x, cut, name=name: getattr(block, name)(x, cut=cut, **how)[0]
         for name in BRANCHES
     }
     found = descend(parts, model.layers, streams[:-1], at_top, key, vectors)

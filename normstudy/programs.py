@@ -75,7 +75,8 @@ def update(
     Logged: scalars, and "update": what a probe says of it that nothing but the update knows.
     """
     model: Any = state.model  # optax's own type of a pytree leaves modules out
-    gradient = jax.value_and_grad(functools.partial(token_loss, ops=operations.FUSED))
+    ops = _on(devices, operations.FUSED)
+    gradient = jax.value_and_grad(functools.partial(token_loss, ops=ops))
     if devices is not None:
         gradient = mesh.mean_over_data(devices, gradient)
     loss, gradients = gradient(model, batch)
@@ -95,6 +96,15 @@ def update(
         "update": made,
     }
     return new, logged, (gradients, updates)
+
+
+def _on(
+    devices: jax.sharding.Mesh | None, ops: operations.Operations = operations.PLAIN
+) -> operations.Operations:
+    """The operations on a mesh, which has to be told how to lay the stream out."""
+    if devices is None or mesh.data_alone(devices):
+        return ops
+    return ops._replace(hold=functools.partial(mesh.split_by_batch, devices))
 
 
 def _norm_of_all(by_layer: dict[str, Array], name: str) -> Array:
@@ -153,8 +163,10 @@ def _step(model: config.Model, optimizer: config.Optim) -> Callable:
     return step
 
 
-def _measure(vectors: int) -> Callable:
-    return lambda params, batch, unigram, key: probes.measure(params, batch, unigram, key, vectors)
+def _measure(vectors: int, devices: jax.sharding.Mesh | None = None) -> Callable:
+    return lambda params, batch, unigram, key: probes.measure(
+        params, batch, unigram, key, vectors, ops=_on(devices)
+    )
 
 
 @functools.cache
@@ -180,8 +192,11 @@ def _compiled(
             donate_argnums=0,
             out_shardings=(shardings, mesh.replicated(devices)),
         ),
-        measure=jit(_measure(vectors), out_shardings=mesh.replicated(devices)),
-        effect=jit(anatomy.effect, out_shardings=mesh.replicated(devices)),
+        measure=jit(_measure(vectors, devices), out_shardings=mesh.replicated(devices)),
+        effect=jit(
+            functools.partial(anatomy.effect, ops=_on(devices)),
+            out_shardings=mesh.replicated(devices),
+        ),
         sharpness=jit(functools.partial(sharpness, optimizer=optimizer)),
         loss=jit(token_loss, out_shardings=mesh.replicated(devices)),
         abstract=abstract,
@@ -250,8 +265,13 @@ def _ensemble(
 def of(run: config.Run) -> tuple[Programs, jax.sharding.Mesh]:
     """The programs of a run, and the mesh they run on."""
     devices = mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
+    return on(run, devices), devices
+
+
+def on(run: config.Run, devices: jax.sharding.Mesh) -> Programs:
+    """The programs of a run on a mesh, which may be of devices that are only compiled for."""
     optimizer = optim.static_part(run.optim)
-    return _compiled(run.model, optimizer, run.probe.vectors, devices), devices
+    return _compiled(run.model, optimizer, run.probe.vectors, devices)
 
 
 def ensemble_of(run: config.Run, members: int) -> Ensemble:

@@ -179,7 +179,7 @@ def test_runs_that_share_too_little_are_refused(tmp_path):
 def test_study_trains_together_what_shares_its_shapes(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        train, "together", lambda group: seen.append([(m.name, m.run.seed) for m in group])
+        train, "together", lambda group, _: seen.append([(m.name, m.run.seed) for m in group])
     )
     monkeypatch.setattr(study.frames, "load", lambda out: [])  # nothing is trained here
     arms = {
