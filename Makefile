@@ -40,7 +40,7 @@ figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
 
 fault: install
-	$(BIN)/python -m pytest -m fault tests/faults $(ARGS)
+	$(BIN)/python -m pytest -m fault $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -125,6 +125,7 @@ def command(*args: str) -> subprocess.CompletedProcess:
     return tiny.python("-m", "normstudy.cli", "aot", *args)
 
 
+@pytest.mark.fault  # F20
 def test_each_family_of_tpus_can_be_compiled_for_by_two_processes_at_once(compiled):
     steps, _ = compiled
     for name in SLICES:
@@ -134,6 +135,7 @@ def test_each_family_of_tpus_can_be_compiled_for_by_two_processes_at_once(compil
         assert 0 < program["needed_bytes"] < 2**28
 
 
+@pytest.mark.fault  # F20
 def test_48_layers_of_width_1024_and_context_1024_fit_v4_32_without_any_flag(compiled):
     own = compiled[0]["flagship"]
     assert (FLAGSHIP.model.layers, FLAGSHIP.model.width, FLAGSHIP.model.context) == (48, 1024, 1024)
@@ -143,12 +145,14 @@ def test_48_layers_of_width_1024_and_context_1024_fit_v4_32_without_any_flag(com
     assert 12 * 604e6 < needed < own["hbm_bytes"] == 30.75 * 2**30
 
 
+@pytest.mark.fault  # F20
 def test_program_of_1000_layers_is_hardly_larger_than_that_of_48(compiled):
     code = {depth: compiled[0][depth]["code"] for depth in DEPTHS}
     assert code["48"] > 100_000
     assert code["1000"] < 1.05 * code["48"]
 
 
+@pytest.mark.fault  # F20
 def test_matrix_products_of_a_step_are_four_thirds_of_its_textbook_count(compiled):
     """Forward, once more for the backward pass, and twice in it, less what is kept of a layer."""
     textbook = tiny.experiment("work")
@@ -158,12 +162,14 @@ def test_matrix_products_of_a_step_are_four_thirds_of_its_textbook_count(compile
         assert 1.1 < 4 * compiled[0][depth]["flops"] / work < 4 / 3
 
 
+@pytest.mark.fault  # F20
 def test_data_parallel_devices_meet_outside_of_loops_alone(compiled):
     for name in SLICES:
         kinds = {(own["kind"], own["in_loops"]) for own in compiled[0][name]["collectives"]}
         assert kinds == {("all-reduce", False)}
 
 
+@pytest.mark.fault  # F20
 def test_fsdp_brings_parameters_and_never_the_activations(compiled):
     """The compiler would rather split the stream by width, and add up activations in each layer."""
     own, entries = compiled[0]["fsdp"], SMALL["layers"] * (4 * 128**2 + 2 * 128 * 128)
@@ -173,11 +179,13 @@ def test_fsdp_brings_parameters_and_never_the_activations(compiled):
     assert own["programs"][0]["gathered_whole"] == []
 
 
+@pytest.mark.fault  # F20
 def test_stack_that_is_made_whole_before_its_scan_is_found(compiled):
     through, whole = compiled[1][0]
     assert through == [] and whole == ["layers/q"]
 
 
+@pytest.mark.fault  # F20
 def test_memory_of_each_family_is_what_its_compiler_says(compiled):
     said = compiled[1][1]
     assert said.keys() == topologies.FAMILIES.keys()
@@ -195,6 +203,7 @@ def test_what_the_optimizer_keeps_stays_beside_a_probe():
     assert beside == {"step": 0, "measure": moments, "effect": moments}
 
 
+@pytest.mark.fault  # F20
 def test_misfit_ends_with_code_3_and_names_a_flag_that_then_fits():
     fields = {"layers": 6000, "width": 128, "heads": 2, "ff": 512, "batch": 8, "context": 32}
     fields |= {"probe-batch": 8}

@@ -7,6 +7,8 @@ import signal
 import pytest
 from pod import Pod, ended, wait_for
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.fixture
 def two(tmp_path):
