@@ -53,12 +53,13 @@ class Saver:
         tree = to_dict(state)
         if jax.default_backend() == "cpu":  # orbax would read it where it lies, while steps go on
             tree = jax.tree.map(jnp.copy, tree)
-        with preemption.saving():
-            try:
-                response = self.checkpointer.save_async(step, tree)
-            except Exception as error:
-                self._fail(step, error)
-                return
+        preemption.saving(+1)
+        try:
+            response = self.checkpointer.save_async(step, tree)
+        except Exception as error:
+            preemption.saving(-1)
+            self._fail(step, error)
+            return
         self.pending = step, self.thread.submit(self._finish, step, response)
 
     def settle(self) -> None:
@@ -91,12 +92,14 @@ class Saver:
 
     def _finish(self, step: int, response: Any) -> None:
         """Wait until orbax is done, then seal the step."""
-        with preemption.saving():
+        try:
             if response is None or not response.result():
                 raise OSError(f"{self.run_folder} already holds {steps(self.run_folder)}")
             if hosts.leads():
                 remote.push(self.run_folder)  # a sound step has the logs that led to it
                 manifest.write(_folder(self.run_folder) / str(step), {"step": step, **self.about})
+        finally:
+            preemption.saving(-1)
 
     def _fail(self, step: int, error: Exception) -> None:
         last = "there is none yet" if self.newest is None else f"the last one is {self.newest}"

@@ -21,7 +21,8 @@ from normstudy.progress import say
 GRACE = 10.0  # seconds to come to the next step; after that the last checkpoint counts
 
 _asked: list[int] = []  # the signals that came
-_saving = threading.RLock()  # held while a checkpoint is being written
+_saves = 0  # checkpoints that are being written
+_saved = threading.Condition()  # guards their number
 _polls = itertools.count()  # of this process; all processes of a run poll as often
 _last_words: list[Callable[[], None]] = []  # called when the process leaves in the midst of a run
 
@@ -53,11 +54,14 @@ def asked() -> type[UserError] | None:
     return Interrupted if signal.SIGINT in _asked else None
 
 
-@contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """While a checkpoint is being written: the process does not leave before it is whole."""
-    with _saving:
-        yield
+def saving(more: int) -> None:
+    """+1 when a checkpoint begins to be written, -1 when it is whole or has failed: the process
+    does not leave in between.
+    """
+    global _saves
+    with _saved:
+        _saves += more
+        _saved.notify_all()
 
 
 @contextlib.contextmanager
@@ -102,9 +106,10 @@ def _listen(read: int) -> None:
 
 def _leave() -> None:
     """The main thread has not come to a step: leave by the last checkpoint."""
-    with _saving:
-        for words in _last_words:
-            with contextlib.suppress(Exception):
-                words()
-        say("preempted before the next step: the same command goes on from the last checkpoint")
-        os._exit(Preempted.exit_code)
+    with _saved:
+        _saved.wait_for(lambda: _saves == 0)
+    for words in _last_words:
+        with contextlib.suppress(Exception):
+            words()
+    say("preempted before the next step: the same command goes on from the last checkpoint")
+    os._exit(Preempted.exit_code)

@@ -24,6 +24,10 @@ NOTES = Path(os.environ["FAULT_NOTES"])
 
 def main() -> None:
     faults, arguments = sys.argv[1], sys.argv[2:]
+    sys.modules["torch"] = None  # tensorboardX would import it where it is, for two seconds
+    import tensorboardX  # noqa: F401
+
+    del sys.modules["torch"]
     from normstudy import cli
 
     for fault in faults.split(","):

@@ -97,7 +97,16 @@ class World:
 
     def reached(self, note: str, limit: float = LIMIT) -> None:
         """Wait for a note of a child."""
-        wait_for(lambda: (self.notes / note).exists(), limit, f"{note}:\n{self.last_log}")
+
+        def there() -> bool:
+            if (self.notes / note).exists():
+                return True
+            assert self.running[-1].popen.poll() is None, (
+                f"no {note}, but the end:\n{self.last_log}"
+            )
+            return False
+
+        wait_for(there, limit, note)
 
     def forget(self) -> None:
         """Take the notes away."""

@@ -122,5 +122,7 @@ def test_F15_gradients_that_are_no_numbers_stop_the_run_before_they_do_harm(worl
     assert (found["word"], found["step"]) == ("diverged", 5)
     assert found["not_finite"]["sentence"]
     assert harness.steps(world.run) == [3, 5]  # the parameters before the update that was refused
-    assert rows(world.run)[:5] == rows(whole(hosts=hosts))[:5]
+    # a program with the fault in it: its steps before agree to rounding
+    before = harness.losses(whole(hosts=hosts))[:5]
+    assert harness.losses(world.run)[:5] == pytest.approx(before, rel=1e-5)
     assert world.command("verify", str(world.run)).wait() == 0

@@ -176,7 +176,7 @@ def board_steps(folder) -> list[int]:
 
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     board.Reload()
-    return [event.step for event in board.Scalars("loss")]
+    return [event.step for event in board.Scalars("train/loss")]
 
 
 def test_F19_second_trainer_on_a_folder_is_refused_and_a_dead_one_s_lock_is_open(world):

@@ -79,10 +79,9 @@ def test_F13_checkpoint_goes_on_on_any_layout_of_devices(world, tmp_path):
 
 
 def test_F14_parameters_are_bit_equal_however_many_devices_draw_them(world):
-    """1, 2 and 8 devices, split by data, fsdp and tensor, in one process or two."""
+    """1 and 8 devices, split by data, fsdp and tensor, in one process or two."""
     layouts = [
         ((), 1, 1),
-        ((), 2, 1),
         (("--data", "8"), 8, 1),
         (FSDP, 8, 1),
         (("--data", "2", "--fsdp", "2", "--tensor", "2"), 8, 1),
@@ -95,7 +94,7 @@ def test_F14_parameters_are_bit_equal_however_many_devices_draw_them(world):
         codes = world.train("--steps", "1", "--warmup", "0", *options, fault="tell", **how)
         assert codes == [0] * hosts, world.last_log
         drawn += [harness.notes(world, f"drawn-{process}") for process in range(hosts)]
-    assert len(drawn) == 7 and all(own == drawn[0] for own in drawn)
+    assert len(drawn) == 6 and all(own == drawn[0] for own in drawn)
 
 
 @pytest.mark.parametrize(
