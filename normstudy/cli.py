@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from normstudy import config, frames, measured, remote, tables, topologies
-from normstudy.errors import Damaged, NotFinite, UserError, choose
+from normstudy.errors import Damaged, Interrupted, NotFinite, Preempted, UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
 
@@ -24,7 +24,8 @@ def guarded(main: Callable[[Sequence[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}" if error.exit_code == 2 else str(error), file=sys.stderr)
+        fine = isinstance(error, Interrupted | Preempted)  # all is saved
+        print(str(error) if fine else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)

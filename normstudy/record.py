@@ -216,7 +216,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if isinstance(value, np.ndarray):
-        return plain(value.tolist() if value.dtype != np.float32 else _short(value))
+        listed = (_short(value) if value.dtype == np.float32 else value).tolist()
+        return listed if value.dtype.kind == "f" and np.isfinite(value).all() else plain(listed)
     if isinstance(value, np.generic):
         return plain(np.asarray(value))
     if isinstance(value, float) and not math.isfinite(value):
@@ -224,11 +225,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _short(array: Any) -> Any:
+def _short(array: np.ndarray) -> np.ndarray:
     """The shortest decimals that give the same float32 back."""
-    if array.ndim:
-        return [_short(entry) for entry in array]
-    return float(str(np.float32(array)))
+    return array.astype(str).astype(np.float64)
 
 
 def _numbers(value: Any) -> Any:

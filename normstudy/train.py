@@ -224,7 +224,7 @@ def _loop(
                 if run.probe.curvature:  # a resumed run searches from random vectors once
                     edge, start = compiled.sharpness(state, batch, lr, start)
                 probe = edge | step_of.measure(state.model, probe_batch, unigram, key)
-                before = jax.tree.map(jnp.copy, state.model)  # a step gives its state away
+                before = _copied(state.model)  # a step gives its state away
             state, values = step_of.step(state, batch, lr)
             of_update = values.pop("update")
             if probe is not None:
@@ -262,6 +262,11 @@ def _loop(
         for i in going():
             end(i, "all steps done")
     return {members[i].folder: result for i, result in results.items()}
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _names(members: list[Member]) -> str:

@@ -434,7 +434,7 @@ def test_damaged_checkpoint_is_one_message(copy, probe, kept):
         if file.is_file() and file.name != "_CHECKPOINT_METADATA":
             file.write_bytes(file.read_bytes()[:kept])
     code, out, err = probe(copy, "--what", "stream")
-    assert (code, out) == (2, "")
+    assert (code, out) == (4, "")
     assert err.startswith("error: checkpoint 8 of") and err.count("\n") == 1
 
 
@@ -443,7 +443,7 @@ def test_checkpoint_whose_files_are_gone_is_one_message(copy, probe):
         if file.is_file():
             file.unlink()
     code, out, err = probe(copy, "--what", "stream")
-    assert (code, out) == (2, "")
+    assert (code, out) == (4, "")
     assert err.startswith("error: checkpoint 8 of") and err.count("\n") == 1
 
 

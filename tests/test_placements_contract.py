@@ -29,7 +29,7 @@ def stepped(request):
     @jax.jit
     def step(state, batch, lr):
         traced.append(1)
-        new, _, (_, gradients, _) = programs.update(state, batch, lr, transform=transform)
+        new, _, (gradients, _) = programs.update(state, batch, lr, transform=transform)
         return new, gradients
 
     model = tiny.model(cfg)

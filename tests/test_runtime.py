@@ -79,5 +79,5 @@ def test_second_process_takes_its_programs_from_the_cache_and_has_the_same_numbe
         folder = runtime.cache_folder()
         seen.append({path.name for path in folder.iterdir() if not path.name.endswith("-atime")})
     assert str(folder) in printed[0] and printed[0] == printed[1]
-    assert seen[0] == seen[1] and any("plain" in name for name in seen[0])
+    assert seen[0] == seen[1] and any("step" in name for name in seen[0])
     assert not stat.S_IMODE(folder.stat().st_mode) & stat.S_IWOTH
