@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+EXTRAS ?= test
 ARGS   ?=
 
 .PHONY: install reproduce tune bench profile depth thousand test fault lint figures clean
@@ -12,9 +13,9 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@if command -v uv >/dev/null; then \
 	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
-	  uv pip install --quiet --python $(BIN)/python -e '.[test]'; \
+	  uv pip install --quiet --python $(BIN)/python -e '.[$(EXTRAS)]'; \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet -e '.[test]'; \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet -e '.[$(EXTRAS)]'; \
 	fi
 	@touch $@
 
@@ -39,8 +40,10 @@ thousand: install
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
 
-fault: install
-	$(BIN)/python -m pytest -m fault $(ARGS)
+# in an environment of its own: where libtpu is, every process looks for a TPU first
+fault:
+	$(MAKE) install VENV=.venv-fault EXTRAS=test,aot
+	.venv-fault/bin/python -m pytest -m fault $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -224,6 +224,7 @@ def test_misfit_ends_with_code_3_and_names_a_flag_that_then_fits():
         assert word in fit.stdout
 
 
+@pytest.mark.fault
 def test_bad_input_is_told_before_anything_is_compiled():
     unknown = command("--tpu", "v5p-65")
     assert unknown.returncode == 2 and "Valid: v5p-8, v5p-16, v5p-32, v5p-64" in unknown.stderr
