@@ -4,7 +4,7 @@ Claims C4 to C6 and C9 to C13: the same depth, data order, seeds and, unless the
 the same learning rate: the largest that pre-norm bears (experiments/tune_lr.py).
 
 Command   make reproduce      or   python experiments/reproduce.py --preset cpu
-Time      4.7 minutes on two CPU cores (preset cpu)
+Time      5 minutes on two CPU cores (preset cpu)
 Expect    a table of outcomes, and runs/reproduce/report.html
 
 Arms (warmup: `--warmup` updates of linear warmup; only the arms that say so have it):
