@@ -64,6 +64,7 @@ from normstudy.trees import path_names
 class Options:
     """What to compare, and where to write it."""
 
+    placements: tuple[str, ...] = ("pre", "post", "deepnorm", "keel")  # rows of the table
     depths: tuple[int, ...] = (6, 12, 24, 48, 96, 192)  # L, blocks
     seeds: int = 5  # initializations of each model; one gives no standard errors
     width: int = 64
@@ -79,6 +80,9 @@ class Options:
     def __post_init__(self):
         if len(set(self.depths)) < 2:
             raise UserError(f"a slope needs two depths or more, not {self.depths}")
+        for name in self.placements:
+            if not meanfield.has_mean_field(placements.row(name)):
+                raise UserError(f"{name} has no mean field to compare with")
         if self.seeds < 1:
             raise UserError(f"seeds must be at least 1, not {self.seeds}")
 
@@ -170,7 +174,7 @@ def headline(values: dict[str, Any]) -> dict[str, float]:
 
 def frame(options: Options) -> Table:
     """One row per depth, placement and quantity: predicted, measured, standard error over seeds."""
-    arms = [(layers, name) for layers in options.depths for name in placements.PLACEMENTS]
+    arms = [(layers, name) for layers in options.depths for name in options.placements]
     began, table = time.monotonic(), []
     for i, (layers, name) in enumerate(arms):
         runs = [run_of(options, name, layers, seed) for seed in range(options.seeds)]
@@ -262,7 +266,7 @@ def closed_form(quantity: str, placement: str, options: Options) -> float | None
     for layers in options.depths:
         run = run_of(options, placement, layers)
         gains = inits.gains_over_xavier(run.model, programs.standard_deviations(run))
-        alpha = float(place.constants(layers).alpha)
+        alpha = float(np.ravel(place.constants(layers).alpha)[-1])  # of the top
         values.append(laws[quantity](layers, alpha, gains["v"], gains["o"]))
     return _rounded(theory.log_slope(np.array(options.depths), np.array(values))[0])
 
@@ -303,9 +307,8 @@ def draw(table: Table) -> Canvas:
 
 
 def _draw_panel(axes: Axes, table: Table) -> None:
-    styles = list(placements.PLACEMENTS)
-    for placement, of_placement in frames.by(table, "placement"):
-        i = styles.index(placement)
+    for i, (_, of_placement) in enumerate(frames.by(table, "placement")):
+        placement = of_placement[0]["placement"]
         for _, rows in frames.by(of_placement, "quantity"):
             depths, theirs, se, ours = (
                 np.array([row[column] for row in rows], float)

@@ -39,7 +39,7 @@ class Logs:
     name: str
     run: config.Run
     h1: float  # nats
-    alpha: float  # the placement's skip constant, from config.json
+    alpha: float | list  # the placement's skip constant, from config.json; (L, 2) where it varies
     skip_norms: tuple[str, ...]  # the norms on its skip path
     metrics: list[dict[str, Any]]
     probes: list[dict[str, Any]]
@@ -172,9 +172,13 @@ def predicted_skip_gain(logs: Logs, probe: dict[str, Any]) -> np.ndarray:
         probe[f"norm_factor_{name}/{sublayer}"]
         for name in logs.skip_norms
         for sublayer in ("attn", "mlp")
+        if f"norm_factor_{name}/{sublayer}" in probe
     ]
     stacked = np.array(factors).T if factors else np.ones((logs.run.model.layers, 0))
-    return theory.skip_path_gain(stacked, logs.alpha)
+    alphas = np.array(np.broadcast_to(np.asarray(logs.alpha, float), (len(stacked), 2)))
+    for i, sublayer in enumerate(("attn", "mlp")):
+        alphas[:, i] = probe.get(f"skip_factor/{sublayer}", alphas[:, i])
+    return theory.skip_path_gain(stacked, alphas)
 
 
 def summary_row(logs: Logs) -> dict[str, Any]:

@@ -24,8 +24,16 @@ RULES = {
 }
 
 
-def standard_deviations(model: Model, init: Init, beta: float) -> dict[str, float]:
-    """{role: standard deviation at step 0} for every matrix; beta: the placement's constant."""
+Stds = dict[str, "float | np.ndarray"]  # {role: std, or (L,) where it is another in each block}
+
+
+def standard_deviations(
+    model: Model, init: Init, beta: float, scales: theory.Scales | None = None
+) -> Stds:
+    """{role: standard deviation at step 0} for every matrix.
+
+    beta, scales: the placement's constant and factors, see Placement.init.
+    """
     sizes = {"D": model.width, "F": model.ff, "V": model.vocab, "T": model.context}
     stds = {}
     for name, role in ROLES.items():
@@ -39,10 +47,11 @@ def standard_deviations(model: Model, init: Init, beta: float) -> dict[str, floa
             stds[name] = model.width**-0.5
             if name != "readout" and init.embed_std is not None:
                 stds[name] = init.embed_std
+        stds[name] = stds[name] * (scales or {}).get(name, 1.0)
     return stds
 
 
-def gains_over_xavier(model: Model, stds: dict[str, float]) -> dict[str, float]:
+def gains_over_xavier(model: Model, stds: Stds) -> Stds:
     """{branch matrix: its std over Xavier's}: what has to match between widths, not the std."""
     sizes = {"D": model.width, "F": model.ff}
     return {
@@ -52,11 +61,15 @@ def gains_over_xavier(model: Model, stds: dict[str, float]) -> dict[str, float]:
     }
 
 
-def describe(model: Model, stds: dict[str, float]) -> str:
-    """The gains for people, roles with the same gain together, e.g. 'q k v up 1, o down 0.102'."""
+def describe(model: Model, stds: Stds) -> str:
+    """The gains for people, roles with the same gain together, e.g. 'q k v up 1, o down 0.102'.
+
+    '1 to 0.144' where it is another in each block: of the first and of the last.
+    """
     groups: dict[str, list[str]] = {}
     for name, gain in gains_over_xavier(model, stds).items():
-        groups.setdefault(f"{gain:.3g}", []).append(name)
+        ends = np.atleast_1d(gain)[[0, -1]]
+        groups.setdefault(" to ".join(dict.fromkeys(f"{end:.3g}" for end in ends)), []).append(name)
     return (
         ", ".join(f"{' '.join(names)} {gain}" for gain, names in groups.items()) + " x Xavier std"
     )

@@ -167,7 +167,7 @@ class _Instruments:
         held_out = dataclasses.replace(run.data, batch=run.probe.probe_batch)
         self.held_out = data.feed(dataclasses.replace(run, data=held_out)).held_out
         self.rates = schedules.table(run.optim, run.model.width, run.steps)
-        self.transform = optim.direction(optim.static_part(run.optim))
+        self.transform = programs.direction(run.model, optim.static_part(run.optim))
         self.advice = f"lower --sequences (now {run.probe.probe_batch}), or ask for less by --what"
         self.compiled: dict[str, Callable] = {}
         self.start: programs.Starts | None = None  # where the last search for an eigenvector ended
@@ -346,10 +346,10 @@ class _Instruments:
         far = layers_of("0,1,mid,-2,-1", self.run.model.layers) if few else self.layers
         blocks, ends, norms = [], [], []
         for layer in self.layers:
-            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], model.layers)
+            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], model.stacked)
             x = streams[layer]
             blocks.append(self._fitted("block", of_block, block, x, key)(block, x, key))
-            norms.append(_sigma_of_norms(block, x[:1], self.place.norms))
+            norms.append(_sigma_of_norms(block, x[:1]))
             self._say("spectrum", layer, step)
         for layer in far:
             index = jnp.asarray([layer])
@@ -381,7 +381,7 @@ class _Instruments:
         _, streams = _streams(state.model, batch)
         rows = []
         for layer in self.layers:
-            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], state.model.layers)
+            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], state.model.stacked)
             rows.append(np.asarray(_all_of_block(block, streams[layer][0])))
             self._say("singular values", layer, step)
         spectrum = np.array(rows)
@@ -446,19 +446,25 @@ def _all_of_block(block: Any, x_TD: Array) -> Array:
     return spectra.whole(lambda x: block(x[None])[0][0], x_TD, CHUNK)
 
 
-@functools.partial(jax.jit, static_argnames="norms")
-def _sigma_of_norms(block: Any, x: Array, norms: tuple[str, ...]) -> dict[str, Array]:
-    """{sigma_max_of_norm_NORM/SUBLAYER: largest over the positions}, exact; x: (1, T, D)."""
+@jax.jit
+def _sigma_of_norms(layer: Any, x: Array) -> dict[str, Array]:
+    """{sigma_max_of_norm_NORM/SUBLAYER: largest over the positions}, exact; x: (1, T, D).
+
+    Of norms on the stream; what is normed inside a branch has other channels.
+    """
     found = {}
     for name in probes.BRANCHES:
-        sublayer, seen = copy.copy(getattr(block, name)), {}
+        placed, seen = getattr(layer, name), {}
+        own = placed.sublayer
+        placed.sublayer = copy.copy(own)
+        norms = [n for n in ("pre", "post") if hasattr(own, n)]
         for norm in norms:
-            setattr(sublayer, norm, _Listening(getattr(sublayer, norm), norm, seen))
-        x, _ = sublayer(x)
+            setattr(placed.sublayer, norm, _Listening(getattr(own, norm), norm, seen))
+        x, _ = placed(x)
         for norm in norms:
             T = seen[norm].shape[1]
             at = np.unique(np.linspace(0, T - 1, min(POSITIONS, T)).astype(int))
-            jacobians = jax.vmap(getattr(getattr(block, name), norm).jacobian)(seen[norm][0, at])
+            jacobians = jax.vmap(getattr(own, norm).jacobian)(seen[norm][0, at])
             largest = jnp.linalg.svd(jacobians, compute_uv=False)[:, 0]
             found[f"sigma_max_of_norm_{norm}/{name}"] = jnp.max(largest)
     return found

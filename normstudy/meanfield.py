@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from normstudy import config, placements
+from normstudy.errors import UserError
 from normstudy.kernels import KERNELS, Kernels
 from normstudy.placements import Placement
-from normstudy.theory import Constants
 
 # ---------------------------------------------------------------------------- what moves
 
@@ -169,7 +169,11 @@ class Form:
     def __init__(self, x: np.ndarray, f: np.ndarray):
         self.x, self.f = x, f
 
-    def __add__(self, other: Form) -> Form:
+    def __add__(self, other: Form | float) -> Form:
+        if not isinstance(other, Form):  # a bias, which starts at 0
+            if other != 0:
+                raise ValueError("mean field: the equation may add no constant but 0")
+            return self
         return Form(self.x + other.x, self.f + other.f)
 
     def __mul__(self, factor: float | int | np.ndarray) -> Form:
@@ -245,14 +249,23 @@ class Sublayer(NamedTuple):
         return found[::-1]
 
 
-def solve(place: Placement, c: Constants, C: np.ndarray, branch: Branch, eps: float) -> Sublayer:
-    """Run the row's equation. Raises ValueError where it applies the sublayer twice."""
+def solve(
+    place: Placement, c: Any, C: np.ndarray, branch: Branch, eps: float, name: str = "attn"
+) -> Sublayer:
+    """Run the row's equation of attn or mlp, c its numbers.
+
+    Raises ValueError where it applies the sublayer twice.
+    """
     one, zero = np.ones(len(C)), np.zeros(len(C))
     taps: dict[str, float] = {}
     calls: list[tuple[np.ndarray, np.ndarray]] = []  # of f: (into, variance of what came out)
 
     def norm(name: str):
-        def call(h: Form) -> Form:
+        def call(h: Form, on: float = 1.0) -> Form:
+            if not on:
+                taps[f"norm_factor_{name}"] = 1.0
+                return h
+            add(h)
             of_branch = calls[0][1] if calls else zero
             factor = (h.x**2 * np.diag(C) + h.f**2 * of_branch + eps) ** -0.5
             taps[f"norm_factor_{name}"] = float(np.mean(factor))
@@ -265,11 +278,17 @@ def solve(place: Placement, c: Constants, C: np.ndarray, branch: Branch, eps: fl
             raise ValueError("mean field: the equation may apply the sublayer once, to x")
         variance = np.diag(_through(branch, _scaled(h.x, C))[-1])
         calls.append((h.x, variance))
-        taps["branch_share"] = float(np.mean(variance) / np.mean(c.alpha**2 * np.diag(C)))
         return Form(zero, one)
 
-    norms = SimpleNamespace(**{name: norm(name) for name in place.norms})
-    y = place.equation(Form(one, zero), f, norms, c)
+    def add(h: Form) -> None:
+        """What was added to the skip path, and how much, at a norm of the sum or at the end."""
+        if h.x.any() and calls and "branch_share" not in taps:
+            added = np.mean(h.f**2 * calls[0][1]) / np.mean(h.x**2 * np.diag(C))
+            taps["branch_share"] = float(added)
+
+    norms = SimpleNamespace(**{own: norm(own) for own in place.norms})
+    y = place.of(name)(Form(one, zero), f, norms, c)
+    add(y)
     return Sublayer(C, branch, calls[0][0], y.x, y.f, taps)
 
 
@@ -284,6 +303,9 @@ def predict(model: config.Model, stds: dict[str, float], batch: np.ndarray) -> d
     change of x_L and of the logits per unit learning rate when v, o, up and down move by STEP.
     """
     place = placements.row(model.placement)
+    if not has_mean_field(place):
+        raise UserError(f"{model.placement} has no mean field here: it norms inside its branches, by "
+                        "something else than a norm, or by a profile")  # fmt: skip
     tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
     B, T = tokens.shape
     sublayers = list(_forward(model, place, stds, tokens))
@@ -331,12 +353,19 @@ def _forward(
     multiplier = model.width if model.embed_multiplier is None else model.embed_multiplier**2
     C = multiplier * stds["embed"] ** 2 * np.equal.outer(token, token)
     C = C + stds["positions"] ** 2 * np.equal.outer(position, position)
-    own = branches(model, stds, B)
-    for _ in range(model.layers):
-        for branch in own.values():
-            sublayer = solve(place, place.constants(model.layers), C, branch, model.norm_eps)
+    constants, starts = place.constants(model.layers), place.starts(model.layers)
+    for layer in range(model.layers):
+        here = {name: np.broadcast_to(std, model.layers)[layer] for name, std in stds.items()}
+        for i, (name, branch) in enumerate(branches(model, here, B).items()):
+            numbers = SimpleNamespace(**constants.at(layer, i)._asdict() | starts)
+            sublayer = solve(place, numbers, C, branch, model.norm_eps, name)
             yield sublayer
             C = sublayer.up()
+
+
+def has_mean_field(place: Placement) -> bool:
+    """Are the row's equations of norms on the stream, and its numbers known before any data?"""
+    return place.kind is None and not place.profiled and not place.inner
 
 
 def _backward(sublayers: Sequence[Sublayer], top: np.ndarray) -> list[np.ndarray]:

@@ -13,7 +13,10 @@ import optax
 
 from normstudy.config import Optim
 from normstudy.roles import ROLES, role_of
+from normstudy.theory import Tuning
 from normstudy.trees import path_names
+
+NO_TUNING = Tuning()
 
 
 def static_part(optim: Optim) -> Optim:
@@ -23,9 +26,17 @@ def static_part(optim: Optim) -> Optim:
     return dataclasses.replace(optim, **{name: getattr(plain, name) for name in schedule})
 
 
-def direction(optim: Optim) -> optax.GradientTransformation:
-    """Gradient -> direction; the update is minus learning rate times it."""
+def direction(optim: Optim, tuning: Tuning = NO_TUNING) -> optax.GradientTransformation:
+    """Gradient -> direction; the update is minus learning rate times it.
+
+    tuning: what a placement asks of Adam for the layers; SGD takes none of it.
+    """
     adam = optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps)
+    if tuning != NO_TUNING:
+        # m / s / (sqrt(v) / s + eps) = m / (sqrt(v) + s eps)
+        adam = optax.chain(
+            _times_layers(1 / tuning.eps), adam, _times_layers(tuning.rate)
+        )
     chains = {
         "sgd": [],
         "adam": [adam],
@@ -33,6 +44,17 @@ def direction(optim: Optim) -> optax.GradientTransformation:
     }
     clip = [optax.clip_by_global_norm(optim.clip)] if optim.clip else []
     return optax.chain(optax.identity(), *clip, *chains[optim.optimizer])
+
+
+def _times_layers(factor: float) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, params: times_layers(updates, factor))
+
+
+def times_layers(tree, factor: float):
+    """The tree with every leaf of the layers multiplied by the factor."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: factor * leaf if path_names(path)[0] == "layers" else leaf, tree
+    )
 
 
 def decayed(params):

@@ -122,7 +122,8 @@ def activation_rms(streams: Streams) -> Float[Array, " S"]:
 
 
 def of_taps(taps: Mapping[str, Mapping[str, Array]]) -> dict[str, Float[Array, " L"]]:
-    """What a sublayer tells of itself: norm_factor_NORM/SUBLAYER and branch_share/SUBLAYER.
+    """What a sublayer tells of itself: norm_factor_NORM/SUBLAYER, branch_share/SUBLAYER, and
+    skip_factor/SUBLAYER where the alpha of its equation is learned or another in each layer.
 
     taps: {sublayer: {tap: (L, B, T), gains (L,)}}, see model.Sublayer.
     """
@@ -135,6 +136,8 @@ def of_taps(taps: Mapping[str, Mapping[str, Array]]) -> dict[str, Float[Array, "
                 found[f"norm_factor_{norm}/{sublayer}"] = factor
         branch, skip = (jnp.mean(own[f"{part}_variance"], (1, 2)) for part in ("branch", "skip"))
         found[f"branch_share/{sublayer}"] = branch / skip
+        if "skip_factor" in own:
+            found[f"skip_factor/{sublayer}"] = jnp.mean(own["skip_factor"], (1, 2))
     return found
 
 
@@ -153,8 +156,8 @@ def measure(
 ) -> dict[str, Any]:
     """All quantities of one probe, as a flat dict of arrays with axis 0 = layer.
 
-    model: has start(tokens), stack(x, nudge, cut=), read(x) and layers (stacked blocks, each with
-    its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the training
+    model: has start(tokens), stack(x, nudge, cut=), read(x) and stacked (its layers, axis 0 = L,
+    each with its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the training
     split, shape (V,). how: more keywords of stack and sublayers.
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -166,10 +169,10 @@ def measure(
 
     (probe_loss, log_p), at_top = jax.value_and_grad(loss, has_aux=True)(top)
     parts = {
-        name: lambda block, x, cut, name=name: getattr(block, name)(x, cut=cut, **how)[0]
+        name: lambda layer, x, cut, name=name: getattr(layer, name)(x, cut=cut, **how)[0]
         for name in BRANCHES
     }
-    found = descend(parts, model.layers, streams[:-1], at_top, key, vectors)
+    found = descend(parts, model.stacked, streams[:-1], at_top, key, vectors)
     of_loss = jnp.concatenate([found.loss, _norms(at_top)[None]])
     return {
         "probe_loss": probe_loss,

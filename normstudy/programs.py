@@ -18,6 +18,7 @@ from normstudy import (
     anatomy,
     config,
     curvature,
+    data,
     inits,
     mesh,
     operations,
@@ -27,6 +28,7 @@ from normstudy import (
     runtime,
     theory,
 )
+from normstudy.errors import UserError
 from normstudy.model import Model
 
 
@@ -50,6 +52,7 @@ class Programs(NamedTuple):
     measure: Callable  # (model, probe_batch, unigram, key) -> probe
     effect: Callable  # (model before, model after, batch) -> what the update between them did
     sharpness: Callable  # (state, batch, lr, start vectors) -> (probe, where to start next time)
+    profile: Callable  # (model, batch) -> the model with its profiled gain set
     loss: Callable  # (model, batch) -> mean loss
     abstract: State  # shapes, dtypes and shardings
 
@@ -119,6 +122,7 @@ def sharpness(
     start: Starts | None,
     *,
     optimizer: config.Optim,
+    tuning: theory.Tuning = optim.NO_TUNING,
     tolerance: float = 0.01,
 ) -> tuple[dict[str, Array], Starts]:
     """Largest eigenvalue of the training loss's Hessian, and as the optimizer sees it.
@@ -135,9 +139,12 @@ def sharpness(
     if optimizer.optimizer != "sgd":
         model: Any = state.model
         gradients = jax.grad(loss)(model)
-        _, after = optim.direction(optimizer).update(gradients, state.opt_state, model)
+        transform = optim.direction(optimizer, tuning)
+        _, after = transform.update(gradients, state.opt_state, model)
         nu, count = (optax.tree.get(after, name) for name in ("nu", "count"))
         scale = curvature.adam_preconditioner(nu, count, optimizer.b1, optimizer.b2, optimizer.eps)
+        if tuning != optim.NO_TUNING:
+            scale = optim.times_layers(scale, tuning.eps / tuning.rate)
         own = curvature.sharpness(loss, model, start[1], tolerance, scale)
         found["sharpness_adam"] = own
         threshold = theory.stability_threshold(optimizer.b1)
@@ -150,9 +157,18 @@ def sharpness(
     return probe, (found["sharpness"].vector, own.vector)
 
 
+def direction(model: config.Model, optimizer: config.Optim) -> optax.GradientTransformation:
+    """Gradient -> direction, with what the placement asks of Adam."""
+    return optim.direction(optimizer, _tuning(model))
+
+
+def _tuning(model: config.Model) -> theory.Tuning:
+    return placements.row(model.placement).tuning(model.layers)
+
+
 def _step(model: config.Model, optimizer: config.Optim) -> Callable:
     """One update of one run, not yet compiled; devices: the mesh its batch is split over."""
-    transform = optim.direction(optimizer)
+    transform = direction(model, optimizer)
 
     def step(state, batch, lr, devices=None):
         new, logged, _ = update(state, batch, lr, transform=transform, devices=devices)
@@ -174,7 +190,7 @@ def _compiled(
     model: config.Model, optimizer: config.Optim, vectors: int, devices: jax.sharding.Mesh
 ) -> Programs:
     """Compile-once functions for one architecture, optimizer (see optim.static_part) and mesh."""
-    transform = optim.direction(optimizer)
+    transform = direction(model, optimizer)
 
     def init(key: Array, stds: dict) -> State:
         params = Model(model, stds, key)
@@ -197,7 +213,12 @@ def _compiled(
             functools.partial(anatomy.effect, ops=_on(devices)),
             out_shardings=mesh.replicated(devices),
         ),
-        sharpness=jit(functools.partial(sharpness, optimizer=optimizer)),
+        sharpness=jit(
+            functools.partial(sharpness, optimizer=optimizer, tuning=_tuning(model))
+        ),
+        profile=jit(
+            lambda model, batch: model.profiled(batch[:, :-1]), out_shardings=shardings.model
+        ),
         loss=jit(token_loss, out_shardings=mesh.replicated(devices)),
         abstract=abstract,
     )
@@ -282,11 +303,28 @@ def ensemble_of(run: config.Run, members: int) -> Ensemble:
 
 
 def initial_state(run: config.Run, compiled: Programs) -> State:
-    """The state at step 0: a function of config and seed, the same on any mesh."""
-    return compiled.init(jax.random.key(run.seed), standard_deviations(run))
+    """The state at step 0: a function of config and seed, the same on any mesh.
+
+    Of a profiled placement also of the first training batch (Liu et al. 2020, section 4.2).
+    """
+    state = compiled.init(jax.random.key(run.seed), standard_deviations(run))
+    if not placements.row(run.model.placement).profiled:
+        return state
+    devices = compiled.abstract.step.sharding.mesh
+    batch = mesh.put_batch(devices, data.feed(run).batches[0])
+    return state._replace(model=compiled.profile(state.model, batch))
 
 
-def standard_deviations(run: config.Run) -> dict[str, float]:
-    """{role: std at step 0}, with the placement's beta."""
-    beta = placements.row(run.model.placement).constants(run.model.layers).beta
-    return inits.standard_deviations(run.model, run.init, beta)
+def standard_deviations(run: config.Run) -> inits.Stds:
+    """{role: std at step 0}, with what the placement scales.
+
+    Raises UserError where the config scales by the depth what the placement scales already.
+    """
+    place, layers = placements.row(run.model.placement), run.model.layers
+    if run.init.depth_scaled and place.counts_depth():
+        raise UserError(
+            f"{run.model.placement} scales by the depth itself; with depth_scaled (1/sqrt(2L) on the "
+            "output projections) the depth would count twice: leave one of them out"
+        )
+    beta = place.constants(layers).beta
+    return inits.standard_deviations(run.model, run.init, beta, place.init(layers))

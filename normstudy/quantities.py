@@ -23,6 +23,7 @@ QUANTITIES: dict[str, Quantity] = {
     "similarity":            Quantity("stream", "1", "exact", "mean cosine between x_l at different positions of a sequence; 1: all positions look alike"),
     "norm_factor":           Quantity("stream", "1", "exact", "mean over positions of rms(gain) / sigma in each norm"),
     "branch_share":          Quantity("stream", "1", "exact", "variance of the branch over variance of the (alpha-scaled) skip path at each add"),
+    "skip_factor":           Quantity("stream", "1", "exact", "rms of alpha, which multiplies the skip path, where it is learned or another in each layer"),
     "stream_gradient":       Quantity("gradient", "nats", "exact", "Frobenius norm of d loss / d x_l, all layers from one backward pass"),
     "gradient":              Quantity("gradient", "nats", "exact", "Frobenius norm of the loss gradient of each matrix, before any clipping; of the training batch in the logs of a run, of the held-out batch in normstudy probe"),
     "weight":                Quantity("gradient", "1", "exact", "Frobenius norm of each matrix"),

@@ -32,6 +32,8 @@ ROLES: dict[str, Role] = {
     "readout":   Role(("D", "V"),      False,  False,  False,  True,   -1),
     "scale":     Role(None,            False,  False,  False,  False,  None),
     "bias":      Role(None,            False,  False,  False,  False,  None),
+    "slope":     Role(None,            False,  False,  False,  False,  None),  # of DyT
+    "gain":      Role(None,            False,  False,  False,  False,  None),  # of an equation
 }
 # fmt: on
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from normstudy import config, theory
 from normstudy.errors import UserError
-from normstudy.placements import PLACEMENTS, Placement, row
+from normstudy.placements import PLACEMENTS, SUBLAYERS, Placement, row
 from normstudy.roles import ROLES
 from normstudy.trees import path_names
 
@@ -38,6 +38,7 @@ Apply = Callable[[Any, Callable], Any]  # (stream (B, T, D), branch) -> the stre
 AlphaOf = Callable[[int], theory.Constants]  # a row's constants of the number of layers
 
 SAME = 1e-3  # relative; alpha may be written with three digits, and L and L + 1 differ by 1/(4L)
+SLOPE = 0.5  # of DyT, where norms are read: as at its init
 SIGMAS = 5.0  # standard errors beyond which a standard deviation is not the declared one
 FUSED = {"qkv": ("q", "k", "v")}  # matrices that hold several projections side by side
 # what the field calls norms in these places
@@ -234,9 +235,10 @@ def check_model(
 ) -> Report:
     """The same for a model with stacked layers, all of them at once.
 
-    model: has read(x) and layers, blocks stacked along axis 0, each with the sublayers `parts`,
-    each of which has a branch f and is callable as sublayer(x) -> (y, taps). stds: {role: declared
-    std at step 0}, for a model that has not been trained. Gains and biases are put to 1 and 0.
+    model: has read(x), layers (their parameters) and stacked, the layers along axis 0, each with
+    the sublayers `parts`, each of which has a branch f and is callable as sublayer(x) -> (y, taps). stds: {role: declared
+    std at step 0}, for a model that has not been trained. Gains and biases, also learned factors of
+    the equation, are put to 1 and 0: their values are not wiring.
     """
     known = probe(declared.width)
     given = _on_device(known)
@@ -244,8 +246,8 @@ def check_model(
     def of_block(block: Any) -> dict[str, Observation]:
         return {name: observe(_with_branch(getattr(block, name)), given) for name in parts}
 
-    layers = jax.tree.leaves(model.layers)[0].shape[0]
-    stacked = jax.device_get(jax.jit(jax.vmap(of_block))(_with_plain_norms(model.layers)))
+    layers = jax.tree.leaves(model.stacked)[0].shape[0]
+    stacked = jax.device_get(jax.jit(jax.vmap(of_block))(_with_plain_norms(model.stacked)))
     seen = {
         Where(layer, name): jax.tree.map(lambda leaf, i=layer: leaf[i], stacked[name])
         for layer in range(layers)
@@ -276,8 +278,9 @@ def read_sublayer(apply: Apply, width: int, seed: int = 0) -> Reading:
 
 
 def read_row(place: Placement, layers: int, norm: str, known: Probe) -> Reading:
-    """What a row of the placements table reads as, from its own equation and a plain norm."""
-    return read(_observe_row(place, layers, norm, known), known)
+    """What a row of the placements table reads as in the attention of its last layer, from its own
+    equation and a plain norm."""
+    return read(_observe_row(place, layers, norm, known, Where(layers - 1, "attn")), known)
 
 
 def final_norm(read_out: Callable[[Any], Any], width: int, seed: int = 0) -> bool | None:
@@ -321,10 +324,10 @@ def projection_gains(
         for matrix, part in zip(slices, np.split(weights, len(slices), -1), strict=True):
             xavier = theory.xavier_std(*part.shape[1:])
             whole = theory.xavier_std(*weights.shape[1:]) / xavier
+            own = np.broadcast_to(np.divide(stds[matrix], xavier), len(part)).tolist()
             found += [
-                Projection(layer, names[0], matrix, part[0].size, std,
-                           std / xavier, stds[matrix] / xavier, whole)
-                for layer, std in enumerate(part.std((1, 2)).tolist())
+                Projection(layer, names[0], matrix, part[0].size, std, std / xavier, own, whole)
+                for layer, (std, own) in enumerate(zip(part.std((1, 2)).tolist(), own, strict=True))
             ]  # fmt: skip
     return found
 
@@ -361,7 +364,7 @@ def observe(apply: Apply, known: Probe) -> Observation:
     """Run a sublayer once with its branch forced to return g. Traceable: it returns all it saw."""
     given = []
 
-    def branch(h: Any) -> Any:
+    def branch(h: Any, *_: Any, **__: Any) -> Any:  # what is normed inside it is of no matter here
         given.append(h)
         return known.g.astype(h.dtype)
 
@@ -405,6 +408,11 @@ NORMS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
     None: lambda v: v,
     "layer": _layer_norm,
     "rms": _rms_norm,
+}
+# those that are not of the family, which rows may ask for; DyT at the slope of its init
+OTHERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "scale": lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True),
+    "dyt": lambda v: np.tanh(SLOPE * v),
 }
 MISSING = "missing"
 
@@ -522,11 +530,18 @@ def _on_device(known: Probe) -> Probe:
     return Probe(*map(jnp.asarray, known))
 
 
-def _observe_row(place: Placement, layers: int, norm: str, known: Probe) -> Observation:
-    norms = SimpleNamespace(**dict.fromkeys(place.norms, NORMS[norm]))
-    constants = place.constants(layers)
+def _observe_row(
+    place: Placement, layers: int, norm: str, known: Probe, where: Where
+) -> Observation:
+    """What a row's equation does in one sublayer, its learned factors at 1."""
+    plain = {**NORMS, **OTHERS}[place.kind or norm]
+    norms = dict.fromkeys(place.norms, lambda h, on=1.0: plain(h) if on else h)
+    index = SUBLAYERS.index(where.name) if where.name in SUBLAYERS else 0
+    constants = place.constants(layers).at(min(where.layer, layers - 1), index)
+    numbers = SimpleNamespace(**constants._asdict() | dict.fromkeys(place.gains, 1.0))
     wide = Probe(*(array.astype(np.float64) for array in known))
-    return observe(lambda x, f: place.equation(x, f, norms, constants), wide)
+    equation, own = place.of(where.name), SimpleNamespace(**norms)
+    return observe(lambda x, f: equation(x, f, own, numbers), wide)
 
 
 def _with_branch(sublayer: Any) -> Apply:
@@ -534,7 +549,7 @@ def _with_branch(sublayer: Any) -> Apply:
 
     def apply(x: Any, branch: Callable) -> Any:
         forced = copy.copy(sublayer)
-        forced.f = lambda h, *_: branch(h)  # what it computes with is of no matter here
+        forced.f = lambda h, *_, **__: branch(h)  # what it computes with is of no matter here
         return forced(x)[0]
 
     return apply
@@ -542,15 +557,25 @@ def _with_branch(sublayer: Any) -> Apply:
 
 def _with_plain_norms(layers: Any) -> Any:
     """The same tree with every gain at 1 and every bias at 0: their values are not wiring."""
-    plain = {"scale": jnp.ones_like, "bias": jnp.zeros_like}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: plain.get(path_names(path)[-1], lambda same: same)(leaf), layers
-    )
+    plain = {"scale": 1.0, "bias": 0.0, "slope": SLOPE}
+
+    def leaf(path: tuple, own: Any) -> Any:
+        *parents, name = path_names(path)
+        to = 1.0 if "gain" in parents else plain.get(name)
+        return own if to is None else jnp.full_like(own, to)
+
+    return jax.tree_util.tree_map_with_path(leaf, layers)
 
 
 def _norms_moved(layers: Any) -> bool:
-    leaves = (jax.tree.leaves(tree) for tree in (layers, _with_plain_norms(layers)))
-    return any(bool(jnp.any(a != b)) for a, b in zip(*leaves, strict=True))
+    """Is a norm's gain not 1 or its bias not 0? One gain for all channels starts elsewhere."""
+
+    def moved(path: tuple, own: Any, plain: Any) -> bool:
+        there = path_names(path)[-1] in ("scale", "bias") and own.ndim > 1
+        return there and bool(jnp.any(own != plain))
+
+    found = jax.tree_util.tree_map_with_path(moved, layers, _with_plain_norms(layers))
+    return any(jax.tree.leaves(found))
 
 
 # ------------------------------------------------------------------------- how it is put into words
@@ -649,8 +674,12 @@ def _ratio_words(
         return f"{words}: alpha sits on the branch"
     if same(found, 1.0):
         return f"{words}: alpha is missing"
-    depth = min(range(1, 1025), key=lambda layers: abs(constants(layers).alpha - found))
-    if math.isclose(constants(depth).alpha, found, rel_tol=1e-4):
+
+    def alpha(layers: int) -> float:
+        return float(np.ravel(constants(layers).alpha)[-1])
+
+    depth = min(range(1, 1025), key=lambda layers: abs(alpha(layers) - found))
+    if math.isclose(alpha(depth), found, rel_tol=1e-4):
         return f"{words}: alpha of {depth} layers"
     return words
 
@@ -668,17 +697,19 @@ def _judge(
     read_out: Callable[[Any], Any] | None,
 ) -> Report:
     place = row(declared.placement)
-    ideal_seen = _observe_row(place, declared.layers, declared.norm, known)
-    ideal = read(ideal_seen, known)
+    ideals = {
+        where: _observe_row(place, declared.layers, declared.norm, known, where) for where in seen
+    }
     readings = _read_all(seen, known)
     names = dict.fromkeys(seen, declared.placement)
-    apart = {where: _apart(each, ideal_seen) for where, each in seen.items()}
+    apart = {where: _apart(each, ideals[where]) for where, each in seen.items()}
     # the same numbers are the same function, in the family or not
     off = [where for where in seen if apart[where] > readings[where].rounding]
     table = _table(declared, known) if off else {}
+    declared_as = _read_all({where: ideals[where] for where in off}, known)
     wrong = {}
     for where in off:
-        reading = readings[where]
+        reading, ideal = readings[where], declared_as[where]
         names[where] = _name(reading, table)
         words = differences(reading, ideal, place.constants) if ideal.understood else []
         if not words and apart[where] > max(SAME, reading.rounding):
@@ -689,8 +720,9 @@ def _judge(
             wrong[where] = f"declared {declared.placement}, {wired}: {'; '.join(words)}"
     normed = None if read_out is None else final_norm(read_out, declared.width)
     findings = _by_layers(wrong, list(seen))
-    if read_out is not None:
-        findings += _final_norm_findings(normed, place.final_norm, list(readings.values())[-1])
+    if read_out is not None:  # of a DyT it cannot be told: it squashes, and divides by nothing
+        expected = None if place.final_norm and place.kind == "dyt" else place.final_norm
+        findings += _final_norm_findings(normed, expected, list(readings.values())[-1])
     return Report(declared, readings, names, normed, [], findings, [])
 
 
@@ -724,12 +756,18 @@ def _table(declared: config.Model, known: Probe) -> dict[tuple[str, str], Readin
 
 
 def _name(reading: Reading, table: Mapping[tuple[str, str], Reading]) -> str:
-    """The rows of the table that read the same, or what the field calls it."""
-    same = [name for (name, _), other in table.items() if not differences(reading, other)]
-    return ", ".join(dict.fromkeys(same)) or reading.family
+    """The first row of the table that reads the same, or what the field calls it."""
+    same = (
+        name
+        for (name, _), other in table.items()
+        if other.ratio and other.before and not differences(reading, other)
+    )
+    return next(same, "") or reading.family
 
 
-def _final_norm_findings(found: bool | None, declared: bool, last: Reading) -> list[Finding]:
+def _final_norm_findings(
+    found: bool | None, declared: bool | None, last: Reading
+) -> list[Finding]:
     if found == declared:
         return []
     if found is None:
@@ -765,7 +803,7 @@ def _projection_findings(projections: Iterable[Projection]) -> list[Finding]:
 
 def _projection_words(off: Sequence[Projection], others: Mapping[str, float]) -> str:
     """others: {matrix of the same sublayer: its declared gain}."""
-    gain, declared, whole = _pooled(off), off[0].declared, off[0].whole
+    gain, declared, whole = _rms([p.gain for p in off]), _rms([p.declared for p in off]), off[0].whole
     near = SIGMAS / math.sqrt(2 * sum(p.entries for p in off))
 
     def is_like(other: float) -> bool:
@@ -788,18 +826,20 @@ def _projection_words(off: Sequence[Projection], others: Mapping[str, float]) ->
     return words
 
 
-def _pooled(group: Sequence[Projection]) -> float:
-    """Gain over several layers of one matrix, all of one size."""
-    return math.sqrt(sum(p.gain**2 for p in group) / len(group))
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 def _standard_errors(group: Sequence[Projection]) -> float:
-    """How far found lies from declared, in standard errors of a standard deviation.
+    """How far found lies from declared, in standard errors of a standard deviation, over several
+    layers of one matrix, all of one size.
 
     1 / sqrt(2n), relative, for a normal law; less for shorter tails (uniform, truncated normal).
     """
+    if not all(p.declared for p in group):  # declared to be 0
+        return math.inf if any(p.gain for p in group) else 0.0
     entries = sum(p.entries for p in group)
-    return (_pooled(group) / group[0].declared - 1.0) * math.sqrt(2 * entries)
+    return (_rms([p.gain / p.declared for p in group]) - 1.0) * math.sqrt(2 * entries)
 
 
 def _by_layers(wrong: Mapping[Where, str], order: Sequence[Where]) -> list[Finding]:

@@ -72,14 +72,14 @@ def test_unknown_placement_lists_the_placements(command, tmp_path):
         study.run_arms(base, arms, chosen, 1, options.out, "test")
 
     found = command(
-        main, *SMOKE, "--placement", "sandwich", "--batch", 8, "--out", tmp_path / "out"
+        main, *SMOKE, "--placement", "club-sandwich", "--batch", 8, "--out", tmp_path / "out"
     )
-    assert_one_message(found, "unknown placement 'sandwich'", *PLACEMENTS)
+    assert_one_message(found, "unknown placement 'club-sandwich'", *PLACEMENTS)
     assert not (tmp_path / "out").exists()
 
 
 def test_option_that_every_chosen_arm_overrules_is_refused(command, reproduce):
-    found = command(reproduce.main, *SMOKE, "--placement", "sandwich")
+    found = command(reproduce.main, *SMOKE, "--placement", "club-sandwich")
     assert_one_message(found, "--placement would do nothing", "--arms")
     found = command(reproduce.main, *SMOKE, "--warmup", 3, "--arms", "pre,post")
     assert_one_message(found, "--warmup would do nothing")

@@ -24,7 +24,7 @@ def test_deepnorm_alpha_is_not_that_of_another_layer_count():
 
 
 def test_plain_placements_have_no_constants():
-    assert theory.no_constants(48) == (1.0, 1.0)
+    assert set(theory.no_constants(48)) == {1.0}
 
 
 def test_xavier_std_is_sqrt_2_over_the_sum_of_fans():
@@ -104,7 +104,7 @@ def exponent(law) -> float:
 
 def with_deepnorm(law):
     def at(layers: int) -> float:
-        alpha, beta = theory.deepnorm_decoder(layers)
+        alpha, beta = theory.deepnorm_decoder(layers)[:2]
         return law(layers, alpha, beta, beta)
 
     return at

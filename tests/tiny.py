@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from normstudy import config, inits
+from normstudy import config, inits, placements
 from normstudy.model import Model
+from normstudy.norms import SLOPE
 from normstudy.roles import role_of
 from normstudy.trees import path_names
 
@@ -46,30 +47,33 @@ def model(
     seed: int = 0,
     dtype: Any = np.float32,
     jitter: float = 0.1,
-    stds: dict[str, float] | None = None,
+    stds: inits.Stds | None = None,
 ) -> Model:
     """A model with parameters from NumPy: nothing to compile, any dtype.
 
-    jitter: standard deviation of the norms' scales about 1 and biases about 0.
+    jitter: standard deviation of the norms' scales about 1, biases about 0, gains about their start.
     stds: {role: standard deviation}; default: Xavier's, without the placement's beta.
     """
     stds = stds or inits.standard_deviations(cfg, config.Init(), 1.0)
     abstract = jax.eval_shape(lambda key: Model(cfg, stds, key), jax.random.key(0))
     random = np.random.default_rng(seed)
+    starts = placements.row(cfg.placement).starts(cfg.layers)
 
     def fill(path, leaf):
         role = role_of(path_names(path))
         normal = random.normal(size=leaf.shape)
         if role in stds:
-            return jax.numpy.asarray(stds[role] * normal, dtype)
-        return jax.numpy.asarray((role == "scale") + jitter * normal, dtype)
+            std = np.reshape(stds[role], (-1,) + (1,) * (normal.ndim - 1))
+            return jax.numpy.asarray(std * normal, dtype)
+        start = {"scale": 1.0, "slope": SLOPE} | starts
+        return jax.numpy.asarray(start.get(path_names(path)[-1], 0.0) + jitter * normal, dtype)
 
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
 
 def layer(model: Model, index: int) -> Any:
     """One block of the stacked layers."""
-    return jax.tree.map(lambda leaf: leaf[index], model.layers)
+    return jax.tree.map(lambda leaf: leaf[index], model.stacked)
 
 
 def tokens(cfg: config.Model, batch: int, seed: int = 0) -> jax.Array:
@@ -95,10 +99,10 @@ def _of_sublayers(model: Model, x0: jax.Array) -> dict[str, jax.Array]:
         one = jax.jacrev(lambda x: sublayer(x[None])[0][0])
         return jax.vmap(one)(x_BTD).reshape(len(x_BTD), x_BTD[0].size, x_BTD[0].size)
 
-    def one_layer(block, x):
-        return {"attn": jacobian(block.attn, x), "mlp": jacobian(block.mlp, block.attn(x)[0])}
+    def one_layer(layer, x):
+        return {"attn": jacobian(layer.attn, x), "mlp": jacobian(layer.mlp, layer.attn(x)[0])}
 
-    return jax.vmap(one_layer)(model.layers, model.stack(x0)[1][:-1])
+    return jax.vmap(one_layer)(model.stacked, model.stack(x0)[1][:-1])
 
 
 def paths(tree: Any) -> list[str]:
