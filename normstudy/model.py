@@ -20,8 +20,8 @@ from normstudy.inits import matrix
 from normstudy.norms import Norm
 from normstudy.operations import ATTENDED, PLAIN, Operations
 from normstudy.residual import Parts
-from normstudy.trees import path_names
 from normstudy.sublayers import Attention, Mlp
+from normstudy.trees import path_names
 
 # what the backward pass does not make again: as small as the stream, and dear to make
 KEPT = (ATTENDED, "branch")
@@ -45,7 +45,10 @@ class Sublayer(nnx.Module):
     def __init__(self, cfg: config.Model, name: str, f: Any):
         self.cfg, self.name, self.f = cfg, name, f
         place = placements.row(cfg.placement)
-        widths = {"mid": f.inner_width, **dict.fromkeys("qkv", cfg.width // cfg.heads)}
+        widths = {
+            "mid": f.inner_width,
+            **dict.fromkeys(("q_norm", "k_norm", "v_norm"), cfg.width // cfg.heads),
+        }
         for norm in place.norms_of(name):
             width = widths.get(norm, cfg.width)
             setattr(self, norm, Norm(place.kind or cfg.norm, width, cfg.norm_eps))
@@ -200,7 +203,10 @@ class Model(nnx.Module):
             matrix(position_key, (cfg.context, cfg.width), stds["positions"])
         )
         keys = jax.random.split(layer_key, cfg.layers)
-        by_layer = {name: jnp.broadcast_to(jnp.asarray(std, jnp.float32), cfg.layers) for name, std in stds.items()}
+        by_layer = {
+            name: jnp.broadcast_to(jnp.asarray(std, jnp.float32), cfg.layers)
+            for name, std in stds.items()
+        }
         self.layers = jax.vmap(lambda stds, k: Block(cfg, stds, k))(by_layer, keys)
         place = placements.row(cfg.placement)
         if place.final_norm:

@@ -34,9 +34,7 @@ def direction(optim: Optim, tuning: Tuning = NO_TUNING) -> optax.GradientTransfo
     adam = optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps)
     if tuning != NO_TUNING:
         # m / s / (sqrt(v) / s + eps) = m / (sqrt(v) + s eps)
-        adam = optax.chain(
-            _times_layers(1 / tuning.eps), adam, _times_layers(tuning.rate)
-        )
+        adam = optax.chain(_times_layers(1 / tuning.eps), adam, _times_layers(tuning.rate))
     chains = {
         "sgd": [],
         "adam": [adam],

@@ -1,7 +1,7 @@
 """THE TABLE: where the norm sits. One row per placement, and the row is the equation.
 
     x  stream       f  sublayer (attention or MLP): f(h), or f(h, n.mid) with a norm before its last
-                       matrix, or f(h, heads=(n.q, n.k, n.v)) with norms on queries, keys and values
+                       matrix, or f(h, heads=(n.q_norm, ...)) with norms on q, k and v
     n  this sublayer's norms: n.pre(h), or n.pre(h, c.before), which is h where c.before is 0
     c  numbers: constants of the depth (theory.Constants), and gains that are learned (Gain)
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -211,7 +210,7 @@ PLACEMENTS: dict[str, Placement] = {
     "normformer":     Placement(lambda x, f, n, c: x + n.post(f(n.pre(x), c.heads)),     ("pre", "mid", "post"), True, no_constants,
         "Shleifer et al. 2021 (2110.09456)", gains={"heads": Gain("H", 1.0), "alpha": Gain("D")},
                             mlp=lambda x, f, n, c: c.alpha * x + f(n.pre(x), n.mid)),
-    "hybridnorm":     Placement(lambda x, f, n, c: x + f(x, heads=(n.q, n.k, n.v)),      ("q", "k", "v", "pre"), True, no_constants,
+    "hybridnorm":     Placement(lambda x, f, n, c: x + f(x, heads=(n.q_norm, n.k_norm, n.v_norm)),      ("q_norm", "k_norm", "v_norm", "pre"), True, no_constants,
         "Zhuo et al. 2025 (2503.04598)", init=theory.out_scales,
                             mlp=lambda x, f, n, c: n.pre(x) + f(n.pre(x))),
     # what differs from block to block, or follows the depth

@@ -157,8 +157,8 @@ def measure(
     """All quantities of one probe, as a flat dict of arrays with axis 0 = layer.
 
     model: has start(tokens), stack(x, nudge, cut=), read(x) and stacked (its layers, axis 0 = L,
-    each with its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the training
-    split, shape (V,). how: more keywords of stack and sublayers.
+    each with its sublayers attn and mlp). batch: (B, T + 1) tokens. unigram: frequencies of the
+    training split, shape (V,). how: more keywords of stack and sublayers.
     """
     tokens, targets = batch[:, :-1], batch[:, 1:]
     top, streams, taps = model.stack(model.start(tokens), **how)

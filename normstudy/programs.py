@@ -213,9 +213,7 @@ def _compiled(
             functools.partial(anatomy.effect, ops=_on(devices)),
             out_shardings=mesh.replicated(devices),
         ),
-        sharpness=jit(
-            functools.partial(sharpness, optimizer=optimizer, tuning=_tuning(model))
-        ),
+        sharpness=jit(functools.partial(sharpness, optimizer=optimizer, tuning=_tuning(model))),
         profile=jit(
             lambda model, batch: model.profiled(batch[:, :-1]), out_shardings=shardings.model
         ),
@@ -323,8 +321,8 @@ def standard_deviations(run: config.Run) -> inits.Stds:
     place, layers = placements.row(run.model.placement), run.model.layers
     if run.init.depth_scaled and place.counts_depth():
         raise UserError(
-            f"{run.model.placement} scales by the depth itself; with depth_scaled (1/sqrt(2L) on the "
-            "output projections) the depth would count twice: leave one of them out"
+            f"{run.model.placement} scales by the depth itself; with depth_scaled (1/sqrt(2L) on "
+            "the output projections) the depth would count twice: leave one of them out"
         )
     beta = place.constants(layers).beta
     return inits.standard_deviations(run.model, run.init, beta, place.init(layers))

@@ -103,7 +103,7 @@ def mix_ln(layers: int, share: float = 0.25) -> Constants:
 
 
 def layer_norm_scaling(layers: int) -> Constants:
-    """branch = 1 / sqrt(l), l = 1.. counts blocks. Source: Sun et al. 2025 (2502.05795), section 4."""
+    """branch = 1 / sqrt(l), l = 1.. counts blocks. Source: Sun et al. 2025 (2502.05795), sec. 4."""
     blocks = np.arange(1, layers + 1)[:, None]
     return Constants(branch=np.repeat(blocks**-0.5, 2, axis=1))
 
@@ -117,7 +117,7 @@ def depth_mup(layers: int) -> Constants:
 
 
 def complete_p(layers: int) -> Constants:
-    """branch = 1 / m, m = L / BASE_DEPTH. Source: Dey et al. 2025 (2505.01618), table 1, alpha = 1."""
+    """branch = 1 / m, m = L / BASE_DEPTH. Source: Dey et al. 2025 (2505.01618), table 1."""
     return Constants(branch=BASE_DEPTH / layers)
 
 
@@ -135,9 +135,9 @@ def no_tuning(layers: int) -> Tuning:
 
 
 def depth_mup_tuning(layers: int) -> Tuning:
-    """rate m^(-1/2), eps m^(-1/2), m = L / BASE_DEPTH. Source: Dey et al. 2025, table 1, alpha = 1/2.
+    """rate m^(-1/2), eps m^(-1/2), m = L / BASE_DEPTH.
 
-    Yang et al. 2023 give the rate; gradients of the layers shrink as the branch factor does.
+    Source: Yang et al. 2023 for the rate; Dey et al. 2025, table 1 at alpha = 1/2, for eps.
     """
     m = layers / BASE_DEPTH
     return Tuning(rate=m**-0.5, eps=m**-0.5)
@@ -166,15 +166,15 @@ def out_scales(layers: int) -> Scales:
 
 
 def out_scales_by_block(layers: int) -> Scales:
-    """O and down of block l = 1.. times 1/sqrt(2l). Source: Groeneveld et al. 2024 (OLMo, 2402.00838).
+    """O and down of block l = 1.. times 1/sqrt(2l).
 
-    Its code carries the factor over to the up projection of the MLP, too; this is the rule.
+    Source: Groeneveld et al. 2024 (OLMo, 2402.00838). Its code carries the factor over to the up projection of the MLP, too; this is the rule.
     """
     return dict.fromkeys(("o", "down"), (2.0 * np.arange(1, layers + 1)) ** -0.5)
 
 
 def ds_scales(layers: int) -> Scales:
-    """All matrices of block l = 1.. times 1/sqrt(l). Source: Zhang et al. 2019 (1908.11365), eq. 9."""
+    """All matrices of block l = 1.. times 1/sqrt(l). Source: Zhang et al. 2019 (1908.11365)."""
     return dict.fromkeys(BRANCH_ROLES, np.arange(1, layers + 1) ** -0.5)
 
 
@@ -231,8 +231,8 @@ def skip_path_gain(norm_factors: np.ndarray, alpha: float | np.ndarray) -> np.nd
 
     norm_factors: (L, S), the factors of the norms that sit on the skip path of each block
     (S = 0 where none does). alpha: a number, or (L, 2). Returns (L,): the product over blocks
-    l..L-1 of the factors and of the alphas of both sublayers. Post-norm under Xavier: about (1/sqrt 2)^(2L). Source: KEEL
-    (2601.19895), equations 14-15, extended by alpha.
+    l..L-1 of the factors and of the alphas of both sublayers. Post-norm under Xavier: about
+    (1/sqrt 2)^(2L). Source: KEEL (2601.19895), equations 14-15, extended by alpha.
     """
     layers = norm_factors.shape[0]
     alphas = np.broadcast_to(np.asarray(alpha, float), (layers, 2))

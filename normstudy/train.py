@@ -55,7 +55,7 @@ def probe_steps(steps: int, every: int) -> set[int]:
 
 def check(run: config.Run) -> None:
     """Raises UserError for what would stop the run before its first step; writes nothing."""
-    placements.row(run.model.placement)
+    programs.standard_deviations(run)
     schedules.table(run.optim, run.model.width, run.steps)
     mesh.make(run.mesh, run.data.batch, run.probe.probe_batch)
     data.feed(run)

@@ -765,9 +765,7 @@ def _name(reading: Reading, table: Mapping[tuple[str, str], Reading]) -> str:
     return next(same, "") or reading.family
 
 
-def _final_norm_findings(
-    found: bool | None, declared: bool | None, last: Reading
-) -> list[Finding]:
+def _final_norm_findings(found: bool | None, declared: bool | None, last: Reading) -> list[Finding]:
     if found == declared:
         return []
     if found is None:
@@ -803,7 +801,11 @@ def _projection_findings(projections: Iterable[Projection]) -> list[Finding]:
 
 def _projection_words(off: Sequence[Projection], others: Mapping[str, float]) -> str:
     """others: {matrix of the same sublayer: its declared gain}."""
-    gain, declared, whole = _rms([p.gain for p in off]), _rms([p.declared for p in off]), off[0].whole
+    gain, declared, whole = (
+        _rms([p.gain for p in off]),
+        _rms([p.declared for p in off]),
+        off[0].whole,
+    )
     near = SIGMAS / math.sqrt(2 * sum(p.entries for p in off))
 
     def is_like(other: float) -> bool:

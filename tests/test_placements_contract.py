@@ -46,19 +46,32 @@ def physical_lines(name: str) -> list[str]:
 
 @every_row
 def test_row_s_equation_is_one_physical_line(name):
+    """And the MLP's one more, where it has one of its own."""
     lines = physical_lines(name)
     assert len(lines) == 1
-    assert f"lambda x, f, n, c: {PLACEMENTS[name].text}, " in lines[0]
+    first, *own = PLACEMENTS[name].text.split("; MLP: ")
+    assert f"lambda x, f, n, c: {first}, " in lines[0]
+    for text in own:
+        assert inspect.getsource(placements).count(f"mlp=lambda x, f, n, c: {text})") == 1
 
 
 @every_row
 def test_equation_text_is_the_equation(name):
     place = PLACEMENTS[name]
-    again = eval(f"lambda x, f, n, c: {place.text}")
-    norms = SimpleNamespace(**{n: lambda h, k=k: (k + 2) * h**3 for k, n in enumerate(place.norms)})
-    c = place.constants(48)
-    for x in (-0.7, 0.3, 1.9):
-        assert again(x, lambda h: h + 5, norms, c) == place.equation(x, lambda h: h + 5, norms, c)
+    norms = SimpleNamespace(
+        **{n: lambda h, on=1.0, k=k: on * (k + 2) * h**3 for k, n in enumerate(place.norms)}
+    )
+    numbers = place.constants(48).at(3, 1)._asdict() | dict.fromkeys(place.gains, 0.7)
+    c = SimpleNamespace(**numbers)
+
+    def f(h, mid=1.0, heads=()):
+        y = mid(h + 5) if callable(mid) else mid * (h + 5)
+        return y + sum(norm(h) for norm in heads)
+
+    for text, sublayer in zip(place.text.split("; MLP: ") * 2, placements.SUBLAYERS, strict=False):
+        again = eval(f"lambda x, f, n, c: {text}")
+        for x in (-0.7, 0.3, 1.9):
+            assert again(x, f, norms, c) == place.of(sublayer)(x, f, norms, c)
 
 
 @every_row
@@ -88,30 +101,45 @@ def test_shape_and_dtype_are_kept(name):
 
 @every_row
 def test_rms_norm_can_stand_in_every_place(name):
+    """And has no shift then; a row made of another norm keeps its own."""
     cfg = tiny.model_config(placement=name, norm="rms")
-    logits = tiny.model(cfg)(tiny.tokens(cfg, 2)[:, :-1])
-    assert logits.shape == (2, cfg.context, cfg.vocab)
-    assert np.isfinite(np.asarray(logits)).all()
+    model = tiny.model(cfg)
+    assert jax.eval_shape(model, tiny.tokens(cfg, 2)[:, :-1]).shape == (2, cfg.context, cfg.vocab)
+    shifts = [path for path in tiny.leaves(model) if path.endswith("bias")]
+    assert bool(shifts) == (PLACEMENTS[name].kind == "dyt")
 
 
-@every_row
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    "name, norm", [*((name, "layer") for name in PLACEMENTS), ("post", "rms"), ("keel", "rms")]
+)
 def test_wiring_check_agrees_with_the_declaration(name, norm):
     cfg = tiny.model_config(placement=name, norm=norm)
     report = wiring.check_model(tiny.model(cfg), cfg)
     assert report.agrees, report.sentences()
     assert len(report.readings) == 2 * cfg.layers
-    assert report.final_norm == PLACEMENTS[name].final_norm
+    told = None if PLACEMENTS[name].kind == "dyt" else PLACEMENTS[name].final_norm
+    assert report.final_norm == told
 
 
 def test_every_declared_norm_gets_gradient_in_every_layer(stepped):
     cfg, _, gradients, _ = stepped
-    for sublayer in (gradients.layers.attn, gradients.layers.mlp):
-        for name in PLACEMENTS[cfg.placement].norms:
-            norm = getattr(sublayer, name)
-            for leaf in (norm.scale[...], norm.bias[...]):
-                assert leaf.shape == (cfg.layers, cfg.width)
-                assert (np.linalg.norm(np.asarray(leaf), axis=1) > 0).all()
+    place = PLACEMENTS[cfg.placement]
+    switched = place.constants(cfg.layers)
+    for i, (part, sublayer) in enumerate(
+        zip(placements.SUBLAYERS, (gradients.layers.attn, gradients.layers.mlp))
+    ):
+        for name in place.norms_of(part):
+            on = np.broadcast_to(
+                {"pre": switched.before, "post": switched.after}.get(name, 1.0), (cfg.layers, 2)
+            )
+            for leaf in jax.tree.leaves(getattr(sublayer, name)):
+                of_layer = np.linalg.norm(np.asarray(leaf).reshape(cfg.layers, -1), axis=1)
+                # a key's shift adds the same to all scores of a query: softmax does not see it
+                if name != "k_norm" or leaf.shape != (cfg.layers, cfg.width // cfg.heads):
+                    assert ((of_layer > 0) == (on[:, i] > 0)).all(), (part, name)
+        for name in place.gains_of(part):
+            own = getattr(sublayer, "gain", None) or gradients.layers.gain
+            assert (np.abs(np.asarray(getattr(own, name)[...])) > 0).all(), (part, name)
     assert hasattr(gradients, "final") == PLACEMENTS[cfg.placement].final_norm
     if PLACEMENTS[cfg.placement].final_norm:
         assert np.linalg.norm(np.asarray(gradients.final.scale[...])) > 0
@@ -123,11 +151,14 @@ def test_second_call_of_the_step_does_not_retrace(stepped):
 
 def test_only_the_declared_norms_are_there(stepped):
     cfg, _, _, model = stepped
-    found = {path.split("/")[1] for path in tiny.leaves(model.layers) if path.endswith("/scale")}
-    assert found == set(PLACEMENTS[cfg.placement].norms)
+    for part in placements.SUBLAYERS:
+        paths = [path.split("/") for path in tiny.leaves(getattr(model.layers, part))]
+        assert {path[0] for path in paths if path[-1] == "scale"} == set(
+            PLACEMENTS[cfg.placement].norms_of(part)
+        )
 
 
-@every_row
+@pytest.mark.parametrize("name", ["pre", "post", "deepnorm"])
 def test_zero_branch_leaves_the_skip_path_of_the_equation(name, x64):
     cfg = tiny.model_config(placement=name)
     place = PLACEMENTS[name]
@@ -140,7 +171,7 @@ def test_zero_branch_leaves_the_skip_path_of_the_equation(name, x64):
 
     norms = SimpleNamespace(**dict.fromkeys(place.norms, layer_norm))
     for sublayer in (block.attn, block.mlp):
-        sublayer.f = jax.tree.map(jnp.zeros_like, sublayer.f)
+        sublayer.f = lambda h, *_: jnp.zeros_like(h)
         found, taps = sublayer(jnp.asarray(x))
         expected = place.equation(x, np.zeros_like, norms, place.constants(cfg.layers))
         # float64, one norm: a few ulp of numbers near 1
@@ -227,4 +258,4 @@ def test_deepnorm_row_uses_alpha_of_its_depth(x64):
 
 def test_unknown_placement_lists_the_rows():
     with pytest.raises(UserError, match=", ".join(PLACEMENTS)):
-        placements.row("sandwich")
+        placements.row("club-sandwich")
