@@ -268,7 +268,9 @@ def draw(table: Table) -> Canvas:
     if len(names) > 1:
         keys.append(Line2D([], [], color="0.85", label="all other placements"))
     canvas.legend(handles=keys, loc="outside upper center", ncols=len(keys), fontsize=7)
-    canvas.supxlabel("L, blocks   (line: the middle seed)", fontsize=9)
+    canvas.supxlabel(
+        f"L, blocks   (line: the middle seed; first panel: bears most at {deepest})", fontsize=9
+    )
     canvas.supylabel("max stable learning rate", fontsize=9)
     return canvas
 
