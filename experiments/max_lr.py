@@ -24,7 +24,7 @@ The ramp rises from 1e-4 to 1 over 500 updates by the same factor at each: 125 u
   get below H1. In the first decade of the ramp no run of the pilot did.
 - The number of updates: what one hour holds for one seed of 25 placements at four depths.
 - A run ends one decade after it has failed or stalled (--stop-after): its rate rose tenfold since.
-  Of six runs that went on to the end none was better than H1 again. One checkpoint, at the end.
+  In seven pilot runs that went on to the end it changed no number. One checkpoint, at the end.
 
 So the numbers are of this ramp: a slower one lets a run live longer at each rate, which trains what
 a faster one does not, and kills what a faster one passes by. Compare within one ramp. A single
