@@ -82,10 +82,18 @@ class Optim:
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = 1e-3  # peak learning rate
     schedule: Literal[
-        "constant", "linear", "cosine", "wsd", "inverse_sqrt", "inverse_sqrt_2017"
+        "constant",
+        "linear",
+        "cosine",
+        "wsd",
+        "inverse_sqrt",
+        "inverse_sqrt_2017",
+        "ramp",
+        "geometric_ramp",
     ] = "constant"
     warmup: int = 0  # updates of linear warmup; lr / warmup at update 1
-    end_fraction: float = 0.1  # linear, cosine, wsd: last learning rate over the peak
+    # linear, cosine, wsd: last learning rate over the peak; geometric_ramp: the first over the peak
+    end_fraction: float = 0.1
     decay_fraction: float = 0.2  # wsd: share of the updates that decay
     schedule_scale: float = 1.0  # inverse_sqrt_2017: the factor c
     b1: float = 0.9
@@ -118,11 +126,13 @@ class Probe:
 
     probe_batch: int = 8  # sequences, fixed, from the validation split
     vectors: int = 2  # Rademacher vectors for each Jacobian norm
-    probe_every: int = 100  # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80
+    # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80. 0: never, nothing to compile
+    probe_every: int = 100
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each
 
     def __post_init__(self):
-        _positive(self, "probe_batch", "probe_every")
+        _positive(self, "probe_batch")
+        _not_negative(self, "probe_every")
         if self.vectors < 2:
             raise UserError(
                 f"vectors must be at least 2 (for a standard error), not {self.vectors}"
@@ -171,7 +181,7 @@ class Run:
     steps: int = 400  # updates
     eval_batches: int = 8  # validation batches at the end
     checkpoint_every: int = 200  # updates
-    # end a run that has been collapsed or stalled for so many updates after its warmup; 0: never.
+    # end a run that has been dead (outcome.sealed_for) for so many updates after warmup; 0: never.
     # Off by default, since a plateau can end: at lr 0.1 pre-norm sits on H1 until update 164, then
     # trains (experiments/results/lr_grid.csv), where a patience of 100 updates would call it dead
     stop_after: int = 0

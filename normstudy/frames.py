@@ -62,7 +62,9 @@ def load(folder: Path) -> list[Logs]:
     else:
         folders = sorted(p.parent for p in folder.glob(f"arms/*/*/{record.CONFIG}"))
     runs = [_load_run(path) for path in folders if (path / record.METRICS).exists()]
-    runs = [logs for logs in runs if logs.metrics and logs.probes]
+    runs = [
+        logs for logs in runs if logs.metrics and (logs.probes or not logs.run.probe.probe_every)
+    ]
     if not runs:
         raise UserError(f"{folder} holds no run with logs yet")
     return runs

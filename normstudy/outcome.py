@@ -44,6 +44,8 @@ class Outcome:
 
 def smooth(losses: np.ndarray, window: int = RULE.window) -> np.ndarray:
     """Trailing mean over up to `window` losses, same length as the input."""
+    if len(losses) == 0:
+        return np.zeros(0)
     # each window is summed by itself: a running total would carry the rounding of a huge loss along
     padded = np.concatenate([np.zeros(window - 1), np.asarray(losses, np.float64)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, window)
@@ -88,13 +90,18 @@ def classify(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> O
 def sealed_for(losses: np.ndarray, h1: float, warmup: int, rule: Rule = RULE) -> int:
     """Updates since the fate of a dead run was sealed (0: alive or undecided).
 
-    A collapsed or stalled run counts from the step of its outcome or the end of warmup, whichever
-    is later. A run may stop early when this reaches the config's stop_after.
+    Dead is a run that is stalled or diverged, and one that was better than H1 and is so no longer,
+    wherever it went. It counts from that step or the end of warmup, whichever is later, once a
+    plateau would. A run may stop early when this reaches the config's stop_after.
     """
     found = classify(losses, h1, warmup, rule)
-    if found.word not in ("collapsed", "stalled"):
+    if found.word in ("stalled", "diverged"):
+        return max(len(losses) - max(found.step, warmup), 0)
+    better = smooth(losses, rule.window) < h1 - rule.margin
+    since = _since(~better)
+    if not better.any() or len(losses) - since < rule.stay:
         return 0
-    return len(losses) - max(found.step, warmup)
+    return max(len(losses) - max(since, warmup), 0)
 
 
 def _above_water(curve: np.ndarray, better: np.ndarray, h1: float, rule: Rule) -> Outcome:

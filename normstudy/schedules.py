@@ -46,6 +46,22 @@ def _wsd(o: Optim, width: int, total: int) -> Callable:
     return optax.schedules.join_schedules(parts, [stable])
 
 
+def _ramp(o: Optim, width: int, total: int) -> Callable:
+    """lr * u / total, the peak at the last update. Source: KEEL, Chen & Wei 2026, table 1."""
+    del width
+    return lambda n: o.lr * (n + 1) / total
+
+
+def _geometric_ramp(o: Optim, width: int, total: int) -> Callable:
+    """From end_fraction * lr up to lr at the last update, by the same factor at every update."""
+    del width
+    if not 0 < o.end_fraction < 1:
+        raise UserError(
+            f"a geometric ramp needs an end_fraction between 0 and 1, not {o.end_fraction}"
+        )
+    return lambda n: o.lr * o.end_fraction ** ((total - 1 - n) / max(total - 1, 1))
+
+
 def _linear_decay(o: Optim, updates: int) -> Callable:
     return optax.schedules.linear_schedule(o.lr, o.lr * o.end_fraction, max(updates - 1, 1))
 
@@ -63,6 +79,8 @@ SCHEDULES: dict[str, tuple[Callable, bool]] = {
     "wsd": (_wsd, True),
     "inverse_sqrt": (_inverse_sqrt, False),
     "inverse_sqrt_2017": (_inverse_sqrt_2017, False),
+    "ramp": (_ramp, False),
+    "geometric_ramp": (_geometric_ramp, False),
 }
 
 

@@ -45,11 +45,15 @@ def run_arms(
     kind: str,
     together: int = 1,
     may_change: Collection[str] = (),
+    shard: tuple[int, int] = (0, 1),
+    numbered: bool = True,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
     together: so many runs as one program, of those that differ in seed, init and schedule alone.
     may_change: fields that may differ from those the folder was made with.
+    shard: (i, n): every n-th run alone, from the i-th (from 0) on; other machines take the others.
+    numbered: folders are numbered as the arms; False where other arms may come between them later.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
@@ -61,8 +65,11 @@ def run_arms(
         for seed in range(base.seed, base.seed + seeds):
             run = config.override(base, **(arms[name](base) | {"seed": seed}))
             train.check(run)
-            folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
-            jobs.append(train.Member(run, folder, name))
+            number = f"{names.index(name):02d}-" if numbered else ""
+            jobs.append(
+                train.Member(run, out / "arms" / f"{number}{slug(name)}" / f"seed{seed}", name)
+            )
+    jobs = jobs[shard[0] :: shard[1]]
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
     hosts.meet_in(out)

@@ -1,5 +1,6 @@
 """The command line: bad input is one message and exit code 2; --json is JSON."""
 
+import dataclasses
 import json
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import tiny
 
 from normstudy import cli, config, study, train
-from normstudy.errors import Interrupted
+from normstudy.errors import Interrupted, UserError
 from normstudy.placements import PLACEMENTS
 
 SMOKE = ["--preset", "smoke"]
@@ -203,6 +204,30 @@ def test_options_reach_the_config(no_start):
     assert {name: pair[1] for name, pair in changed.items()} == {
         "layers": 3, "lr": 0.5, "tied": True, "embed_std": 0.1
     }  # fmt: skip
+
+
+def test_study_may_have_options_of_its_own_and_change_the_preset(no_start):
+    @dataclasses.dataclass(frozen=True)
+    class Own(cli.Study):
+        depths: tuple[int, ...] = (12, 24)
+
+    argv = ["--preset", "smoke", "--depths", "3", "4", "--lr", "0.5", "--seeds", "2"]
+    options, run = cli.parse_own(Own(), argv, "card", steps=99, lr=2.0)
+    assert (options.depths, options.seeds, options.preset) == ((3, 4), 2, "smoke")
+    changed = config.differences(config.PRESETS["smoke"], run)
+    assert {name: pair[1] for name, pair in changed.items()} == {"steps": 99, "lr": 0.5}
+
+
+def test_shard_is_a_part_and_a_number_of_parts(no_start):
+    options, _ = cli.parse_study(["--preset", "smoke", "--shard", "2/4"], "card", out="runs/x")
+    assert options.part == (2, 4)
+    assert cli.Study().part == (0, 1)
+
+
+@pytest.mark.parametrize("shard", ["4/4", "1", "-1/4", "1/0", "a/b", "1/2/3", ""])
+def test_shard_that_is_none_is_refused(no_start, shard):
+    with pytest.raises(UserError, match=r"--shard is i/n with i from 0 to n - 1"):
+        cli.parse_study(["--preset", "smoke", f"--shard={shard}"], "card", out="runs/x")
 
 
 def test_preset_fits_the_backend(no_start):

@@ -56,7 +56,7 @@ def test_card_mentions_every_arm_on_a_line_of_its_own(reproduce):
         assert sum(line.split()[:1] == [name] for line in lines) == 1, name
 
 
-@pytest.mark.parametrize("name", ["reproduce", "tune_lr", "write_readme"])
+@pytest.mark.parametrize("name", ["reproduce", "tune_lr", "max_lr", "write_readme"])
 def test_card_says_command_time_and_expectation(name):
     card = tiny.experiment(name).__doc__
     for heading in ("\nCommand  ", "\nTime  ", "\nExpect  "):

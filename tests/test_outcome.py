@@ -148,6 +148,21 @@ def test_sealed_counts_updates_since_the_outcome_of_a_dead_run():
     assert outcome.sealed_for(dead, H1, 200) == 50  # from the end of warmup, if that is later
 
 
+def test_sealed_counts_a_run_that_fell_back_to_anywhere_once_a_plateau_would():
+    """On a ramp of the learning rate the dead do not settle on H1."""
+    lost = np.concatenate([ramp(6, 2, 100), flat(2, 50), flat(5, 80)])
+    found = outcome.classify(lost, H1, 0)
+    assert "fell back above" in found.why
+    assert outcome.sealed_for(lost, H1, 0) == 230 - found.step
+    assert outcome.sealed_for(lost[: found.step + outcome.RULE.stay], H1, 0) == outcome.RULE.stay
+    assert outcome.sealed_for(lost[: found.step + outcome.RULE.stay - 1], H1, 0) == 0
+
+
+def test_sealed_counts_a_run_above_its_start():
+    lost = np.concatenate([ramp(6, 4, 50), ramp(4, 12, 50), flat(12, 100)])
+    assert outcome.sealed_for(lost, H1, 0) == 200 - outcome.classify(lost, H1, 0).step > 50
+
+
 def test_sealed_is_0_while_a_run_lives_or_is_undecided():
     assert outcome.sealed_for(np.concatenate([ramp(6, 2, 100), flat(2, 100)]), H1, 0) == 0
     assert outcome.sealed_for(ramp(6, 3.5, 200), H1, 0) == 0

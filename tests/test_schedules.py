@@ -87,6 +87,39 @@ def test_inverse_sqrt_is_the_2017_shape_with_its_peak_at_lr():
     np.testing.assert_allclose(found / found.max(), shape / shape.max(), rtol=1e-12)
 
 
+def test_ramp_rises_by_the_same_step_at_every_update_up_to_the_peak():
+    np.testing.assert_allclose(table(4, lr=0.8, schedule="ramp"), [0.2, 0.4, 0.6, 0.8], rtol=1e-12)
+
+
+def test_keel_s_ramp_is_at_3e_4_at_update_30():
+    """0 to 5e-2 over 5000 updates, where its Post-LN fails."""
+    found = table(5000, lr=5e-2, schedule="ramp")
+    assert found[29] == pytest.approx(3.0e-4, rel=1e-12)
+    assert found[-1] == pytest.approx(5e-2, rel=1e-12)
+
+
+def test_geometric_ramp_rises_by_the_same_factor_at_every_update_up_to_the_peak():
+    found = table(5, lr=2.0, schedule="geometric_ramp", end_fraction=1e-4)
+    np.testing.assert_allclose(found, [2e-4, 2e-3, 2e-2, 0.2, 2.0], rtol=1e-12)
+
+
+def test_ramps_of_one_update_are_at_the_peak():
+    for name in ("ramp", "geometric_ramp"):
+        assert table(1, lr=0.5, schedule=name).tolist() == [0.5]
+
+
+def test_ramps_ignore_warmup():
+    for name in ("ramp", "geometric_ramp"):
+        found = [table(8, schedule=name, warmup=warmup) for warmup in (0, 5)]
+        np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 2.0])
+def test_geometric_ramp_that_does_not_rise_is_refused(fraction):
+    with pytest.raises(UserError, match="end_fraction between 0 and 1"):
+        table(4, schedule="geometric_ramp", end_fraction=fraction)
+
+
 def test_audit_shows_the_first_updates_the_end_of_warmup_and_the_last():
     found = schedules.audit(Optim(lr=0.4, warmup=8, schedule="linear"), 64, 20)
     assert found == pytest.approx({1: 0.05, 2: 0.1, 3: 0.15, 8: 0.4, 20: 0.04}, rel=1e-5)
@@ -117,7 +150,7 @@ def test_rate_of_zero_is_refused_with_its_update(name):
     lr=st.floats(1e-6, 10),
     total=st.integers(1, 24),
     share=st.floats(0, 1),
-    end_fraction=st.floats(0.01, 1),
+    end_fraction=st.floats(0.01, 0.99),  # at 1 a geometric ramp does not rise
     decay_fraction=st.floats(0.01, 1),
 )
 def test_every_schedule_is_positive_and_never_above_its_peak(

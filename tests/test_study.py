@@ -70,6 +70,39 @@ def test_finished_arms_are_skipped(drawn_study, monkeypatch):
     assert {path: path.read_bytes() for path in logs} == logs
 
 
+@pytest.fixture
+def trained(monkeypatch):
+    """Which jobs run_arms trains, without training them: [(arm, seed, folder)]."""
+    jobs = []
+
+    def together(group, may_change=()):
+        jobs.extend((job.name, job.run.seed, job.folder) for job in group)
+
+    monkeypatch.setattr(train, "together", together)
+    monkeypatch.setattr(frames, "load", lambda out: [])
+    return jobs
+
+
+def test_shards_are_disjoint_and_complete(trained, tmp_path):
+    parts = []
+    for shard in ((0, 3), (1, 3), (2, 3), (0, 1)):
+        study.run_arms(
+            tiny.run(), tiny.ARMS, list(tiny.ARMS), 3, tmp_path / "out", "test", shard=shard
+        )
+        parts.append(list(trained))
+        trained.clear()
+    whole = parts.pop()
+    assert len(whole) == 9
+    assert sorted(job for part in parts for job in part) == sorted(whole)
+    assert [len(part) for part in parts] == [3, 3, 3]
+
+
+def test_folders_without_numbers_do_not_move_when_arms_are_added(trained, tmp_path):
+    for arms in (tiny.ARMS, {"new": lambda base: {}} | tiny.ARMS):
+        study.run_arms(tiny.run(), arms, ["pre"], 1, tmp_path / "out", "test", numbered=False)
+    assert [folder for _, _, folder in trained] == [tmp_path / "out" / "arms" / "pre" / "seed0"] * 2
+
+
 def test_everything_is_checked_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train", lambda *args: pytest.fail("trained"))
     arms = {"good": lambda base: {}, "bad": lambda base: {"placement": "nowhere"}}

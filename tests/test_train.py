@@ -12,7 +12,18 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from normstudy import checkpoint, config, inits, mesh, model, programs, record, train
+from normstudy import (
+    checkpoint,
+    config,
+    figures,
+    frames,
+    inits,
+    mesh,
+    model,
+    programs,
+    record,
+    train,
+)
 from normstudy.errors import Interrupted, UserError
 
 GOLDEN = {
@@ -482,6 +493,20 @@ def test_probes_are_dense_at_first_and_include_the_last_step():
     assert found >= {0, 1, 2, 3, 5, 8, 13, 20, 30, 50, 100, 350, 399}
     assert max(found) == 399
     assert train.probe_steps(1, 50) == {0}
+
+
+def test_run_that_is_never_probed_logs_the_same_losses_and_draws_what_needs_no_probe(
+    finished, tmp_path
+):
+    run, folder, _ = finished
+    never = config.override(run, probe_every=0)
+    train.train(never, tmp_path / "run", "tiny")
+    assert record.read_rows(tmp_path / "run" / record.PROBES) == []
+    losses = [record.column(own / record.METRICS, "loss") for own in (folder, tmp_path / "run")]
+    assert losses[0] == losses[1]
+    (logs,) = frames.load(tmp_path / "run")
+    drawn = figures.draw_all([logs], tmp_path / "figures")
+    assert [own.name for own in drawn] == ["loss", "schedules"]
 
 
 def test_squares_of_all_gradient_norms_add_up_to_the_global_one(finished):

@@ -1,0 +1,76 @@
+"""The largest learning rate that a run survived, read off a ramp: losses and rates -> one number.
+
+Along a ramp the rate rises with every update until training fails. Source: Chen & Wei 2026
+(KEEL, 2601.19895), table 1. No jax here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from normstudy.outcome import RULE, Rule, smooth
+
+KINDS = {  # what a run says about its max stable LR: the sign before the number
+    "failed": "",  # it is the number
+    "survived": ">",  # it lies above: the ramp ended before the run failed
+    "never trained": "none",  # there is none: no rate of the ramp trained it
+}
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a ramp says of one run."""
+
+    kind: str  # a key of KINDS
+    max_stable_lr: float | None  # None where it never trained
+    failed_at: int | None  # the step since which it has failed; None where it has not
+    why: str
+
+
+def survival(losses: np.ndarray, rates: np.ndarray, h1: float, rule: Rule = RULE) -> Survival:
+    """What a run on a ramp survived, from its losses (nats) and learning rates, both of shape (n,).
+
+    Healthy is a run whose smoothed loss (outcome.smooth) is better than the unigram entropy H1 by
+    the rule's margin: it knows more than letter frequencies. It *fails* at the step after its last
+    healthy one, where it then stays unhealthy, whatever becomes of it: back on H1 (how post-norm
+    dies), above its start, or no longer finite. The max stable LR is the rate of that last healthy
+    step. What lasts no longer than the window of the smoothing can come of a single loss, and
+    counts neither way. A spike that comes back was survived. So
+
+    - failed: unhealthy for more than a window, or not finite. The number is exact up to the lag of
+      a trailing mean, at most a window of updates;
+    - survived: healthy to the end, or unhealthy for no more than a window. The number is a lower
+      bound;
+    - never trained: healthy for no more than a window at a time. It has no max stable LR.
+
+    The threshold is the same for every run. One relative to its own best would call a run stable
+    because it had learned little. Raises ValueError for unequal lengths, or none.
+    """
+    losses, rates = np.asarray(losses, np.float64), np.asarray(rates, np.float64)
+    if losses.shape != rates.shape or not losses.size:
+        raise ValueError(f"{losses.shape} losses and {rates.shape} rates are not one ramp")
+    finite = np.isfinite(losses)
+    until = len(losses) if finite.all() else int(np.argmin(finite))
+    curve = smooth(losses[:until], rule.window)
+    end = _end_of_last_stretch(curve < h1 - rule.margin, longer_than=rule.window)
+    if end is None:
+        best = f"best {curve.min():.2f}" if until else "never finite"
+        why = f"{best}, not below H1 = {h1:.2f} for more than {rule.window} updates on end"
+        return Survival("never trained", None, None, why)
+    rate = float(rates[end - 1])
+    if until < len(losses):
+        why = f"not finite at step {until}, last below H1 = {h1:.2f} at step {end - 1}"
+        return Survival("failed", rate, end, why)
+    if until - end <= rule.window:
+        return Survival("survived", rate, None, f"below H1 = {h1:.2f} up to step {end - 1}")
+    why = f"not below H1 = {h1:.2f} since step {end}, last at {curve[-1]:.2f}"
+    return Survival("failed", rate, end, why)
+
+
+def _end_of_last_stretch(condition: np.ndarray, longer_than: int) -> int | None:
+    """One past the last unbroken run of True that is longer; None: there is none."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], condition, [False]]).astype(int)))
+    ends = [int(end) for start, end in edges.reshape(-1, 2) if end - start > longer_than]
+    return ends[-1] if ends else None
