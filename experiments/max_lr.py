@@ -77,7 +77,7 @@ KEEL_TABLE_1 = {
     "post": 3.0e-4,
     "deepnorm": 3.5e-4,
     "hybridnorm": 4.9e-4,
-    "mixln": 8.6e-4,
+    "mix-ln": 8.6e-4,
     "pre": 7.65e-3,
     "keel": 1.01e-2,
 }

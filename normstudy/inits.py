@@ -7,6 +7,7 @@ the same shapes share one init program.
 from __future__ import annotations
 
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ RULES = {
 }
 
 
-Stds = dict[str, "float | np.ndarray"]  # {role: std, or (L,) where it is another in each block}
+Stds = dict[str, Any]  # {role: std, or (L,) where it is another in each block}
 
 
 def standard_deviations(

@@ -305,8 +305,8 @@ def predict(model: config.Model, stds: dict[str, float], batch: np.ndarray) -> d
     place = placements.row(model.placement)
     if not has_mean_field(place):
         raise UserError(
-            f"{model.placement} has no mean field here: it norms inside its branches, or by another "
-            "function than a norm, or starts from a profile"
+            f"{model.placement} has no mean field here: it norms inside its branches, or by "
+            "another function than a norm, or starts from a profile"
         )
     tokens, targets = batch[:, :-1], batch[:, 1:].reshape(-1)
     B, T = tokens.shape

@@ -308,7 +308,8 @@ def initial_state(run: config.Run, compiled: Programs) -> State:
     state = compiled.init(jax.random.key(run.seed), standard_deviations(run))
     if not placements.row(run.model.placement).profiled:
         return state
-    devices = compiled.abstract.step.sharding.mesh
+    sharding: Any = compiled.abstract.step.sharding
+    devices = sharding.mesh
     batch = mesh.put_batch(devices, data.feed(run).batches[0])
     return state._replace(model=compiled.profile(state.model, batch))
 

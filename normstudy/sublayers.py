@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         x_BTD: Stream,
         ops: Operations = PLAIN,
         mid: Inner = _nothing,
-        heads: tuple[Inner, Inner, Inner] = (_nothing,) * 3,
+        heads: tuple[Inner, Inner, Inner] = (_nothing, _nothing, _nothing),
     ) -> Stream:
         """mid: of what attention makes, (B, T, D); heads: of q, k and v, (B, T, H, K)."""
         B, T, D = x_BTD.shape

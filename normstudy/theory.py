@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,7 +151,7 @@ def complete_p_tuning(layers: int) -> Tuning:
     return Tuning(eps=BASE_DEPTH / layers)
 
 
-Scales = dict[str, "float | np.ndarray"]  # {role: factor on its std at init, or (L,) by block}
+Scales = dict[str, Any]  # {role: factor on its std at init, or (L,) by block}
 
 
 def no_scales(layers: int) -> Scales:
@@ -168,7 +168,8 @@ def out_scales(layers: int) -> Scales:
 def out_scales_by_block(layers: int) -> Scales:
     """O and down of block l = 1.. times 1/sqrt(2l).
 
-    Source: Groeneveld et al. 2024 (OLMo, 2402.00838). Its code carries the factor over to the up projection of the MLP, too; this is the rule.
+    Source: Groeneveld et al. 2024 (OLMo, 2402.00838). Its code carries the factor over to the up
+    projection of the MLP, too; this is the rule.
     """
     return dict.fromkeys(("o", "down"), (2.0 * np.arange(1, layers + 1)) ** -0.5)
 

@@ -229,15 +229,15 @@ def check(
 def check_model(
     model: Any,
     declared: config.Model,
-    stds: Mapping[str, float] | None = None,
+    stds: Mapping[str, float | np.ndarray] | None = None,
     parts: Sequence[str] = ("attn", "mlp"),
     fused: Mapping[str, Sequence[str]] = FUSED,
 ) -> Report:
     """The same for a model with stacked layers, all of them at once.
 
     model: has read(x), layers (their parameters) and stacked, the layers along axis 0, each with
-    the sublayers `parts`, each of which has a branch f and is callable as sublayer(x) -> (y, taps). stds: {role: declared
-    std at step 0}, for a model that has not been trained. Gains and biases, also learned factors of
+    the sublayers `parts`, each of which has a branch f and is callable as sublayer(x) -> (y, taps).
+    stds: {role: declared std at step 0}, for a model that has not been trained. Gains and biases, also learned factors of
     the equation, are put to 1 and 0: their values are not wiring.
     """
     known = probe(declared.width)
@@ -300,7 +300,7 @@ def final_norm(read_out: Callable[[Any], Any], width: int, seed: int = 0) -> boo
 
 
 def projection_gains(
-    layers: Any, stds: Mapping[str, float], fused: Mapping[str, Sequence[str]] = FUSED
+    layers: Any, stds: Mapping[str, float | np.ndarray], fused: Mapping[str, Sequence[str]] = FUSED
 ) -> list[Projection]:
     """Measured against declared standard deviation, for each branch matrix of each layer.
 

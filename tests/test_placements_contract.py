@@ -126,7 +126,7 @@ def test_every_declared_norm_gets_gradient_in_every_layer(stepped):
     place = PLACEMENTS[cfg.placement]
     switched = place.constants(cfg.layers)
     for i, (part, sublayer) in enumerate(
-        zip(placements.SUBLAYERS, (gradients.layers.attn, gradients.layers.mlp))
+        zip(placements.SUBLAYERS, (gradients.layers.attn, gradients.layers.mlp), strict=True)
     ):
         for name in place.norms_of(part):
             on = np.broadcast_to(

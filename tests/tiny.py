@@ -51,7 +51,7 @@ def model(
 ) -> Model:
     """A model with parameters from NumPy: nothing to compile, any dtype.
 
-    jitter: standard deviation of the norms' scales about 1, biases about 0, gains about their start.
+    jitter: standard deviation of norms' scales about 1, biases about 0, gains about their start.
     stds: {role: standard deviation}; default: Xavier's, without the placement's beta.
     """
     stds = stds or inits.standard_deviations(cfg, config.Init(), 1.0)
