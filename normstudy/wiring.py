@@ -237,8 +237,8 @@ def check_model(
 
     model: has read(x), layers (their parameters) and stacked, the layers along axis 0, each with
     the sublayers `parts`, each of which has a branch f and is callable as sublayer(x) -> (y, taps).
-    stds: {role: declared std at step 0}, for a model that has not been trained. Gains and biases, also learned factors of
-    the equation, are put to 1 and 0: their values are not wiring.
+    stds: {role: declared std at step 0}, for a model that has not been trained. Gains and biases,
+    also learned factors of the equation, are put to 1 and 0: their values are not wiring.
     """
     known = probe(declared.width)
     given = _on_device(known)
