@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -41,6 +41,7 @@ class Study:
     arms: str = "all"  # names from the table above, with commas between them
     seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
     together: int = 1  # runs that train as one program, of those that share their shapes
+    shard: str = "1/1"  # i/n: the i-th of n parts of the runs, for several machines
     preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
     out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
     json: bool = False  # print the closing table as JSON
@@ -48,18 +49,20 @@ class Study:
     launch: config.Launch = field(default_factory=config.Launch)
 
 
-@dataclass(frozen=True)
-class _StudyCommand:
-    study: Study
-    run: config.Run
+S = TypeVar("S", bound=Study)
 
 
-def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config.Run]:
+def parse_study(
+    argv: Sequence[str], card: str, out: str, kind: type[S] = Study
+) -> tuple[S, config.Run]:
     """Options of a study and its base run: preset, then any config field by its own name.
 
+    kind: Study, or a dataclass with options of its own beside those of Study.
     Raises UserError for an unknown option (lists the valid ones) or preset.
     """
-    command = _parse_run(_StudyCommand, argv, Study(out=Path(out)), card)
+    parts = [("study", kind), ("run", config.Run)]
+    both = dataclasses.make_dataclass("StudyAndRun", parts, frozen=True)
+    command = _parse_run(both, argv, kind(out=Path(out)), card)
     for name in ("seeds", "together"):
         if getattr(command.study, name) < 1:
             raise UserError(f"{name} must be at least 1, not {getattr(command.study, name)}")
@@ -124,8 +127,9 @@ def show(rows: list[dict[str, Any]], study: Study) -> None:
 class Figures:
     """Redraw the figures of a run or study from its logs; no accelerator needed."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # run or study folder
-    out: Path | None = None  # default: figures/ in that folder
+    # a run or study folder, or several of one study, as its shards write them
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    out: Path | None = None  # default: figures/ in the first of them
     json: bool = False  # print names and sentences as JSON
 
 
@@ -173,10 +177,15 @@ class _AotCommand:
 
 def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
+    if not command.paths:
+        raise UserError("give a run or study folder: normstudy figures PATH")
     from normstudy import figures as draw
+    from normstudy import pictures
 
-    path = _pulled(command.path)
-    drawn = draw.draw_all(frames.load(path), command.out or path / "figures")
+    paths = [_pulled(path) for path in command.paths]
+    runs = frames.load(*paths)
+    out = command.out or paths[0] / "figures"
+    drawn = draw.draw_all(runs, out, pictures.of(paths, runs))
     rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
     print(as_json(rows) if command.json else "\n".join(row["figure"] for row in rows))
 

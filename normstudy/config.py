@@ -118,11 +118,13 @@ class Probe:
 
     probe_batch: int = 8  # sequences, fixed, from the validation split
     vectors: int = 2  # Rademacher vectors for each Jacobian norm
-    probe_every: int = 100  # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80
+    # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80. 0: step 0 and no other
+    probe_every: int = 100
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each
 
     def __post_init__(self):
-        _positive(self, "probe_batch", "probe_every")
+        _positive(self, "probe_batch")
+        _not_negative(self, "probe_every")
         if self.vectors < 2:
             raise UserError(
                 f"vectors must be at least 2 (for a standard error), not {self.vectors}"

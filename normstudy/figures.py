@@ -6,7 +6,7 @@ it. The same logs give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,14 @@ class Drawn:
     csv: Path
 
 
-def draw_all(runs: list[Logs], folder: Path) -> list[Drawn]:
-    """Write FOLDER/<name>.csv, .pdf and .png for every figure. Raises UserError if it cannot."""
+def draw_all(runs: list[Logs], folder: Path, chosen: Sequence[Figure] | None = None) -> list[Drawn]:
+    """Write FOLDER/<name>.csv, .pdf and .png for every figure, FIGURES or those chosen.
+
+    Raises UserError if it cannot.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [_write(figure, runs, folder) for figure in FIGURES]
+        return [_write(figure, runs, folder) for figure in (FIGURES if chosen is None else chosen)]
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from None
 

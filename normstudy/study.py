@@ -20,6 +20,7 @@ from normstudy import (
     hosts,
     inits,
     mesh,
+    pictures,
     programs,
     record,
     remote,
@@ -45,11 +46,16 @@ def run_arms(
     kind: str,
     together: int = 1,
     may_change: Collection[str] = (),
+    shard: str = "1/1",
+    numbered: bool = True,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
     together: so many runs as one program, of those that differ in seed, init and schedule alone.
     may_change: fields that may differ from those the folder was made with.
+    shard: 'i/n', the i-th of n parts of the runs, for several machines; each takes every n-th.
+    numbered: folders begin with the arm's place in `arms`, which is the order in which they are
+    read back; leave it out where arms may be added in between.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
@@ -61,8 +67,10 @@ def run_arms(
         for seed in range(base.seed, base.seed + seeds):
             run = config.override(base, **(arms[name](base) | {"seed": seed}))
             train.check(run)
-            folder = out / "arms" / f"{names.index(name):02d}-{slug(name)}" / f"seed{seed}"
+            number = f"{names.index(name):02d}-" if numbered else ""
+            folder = out / "arms" / f"{number}{slug(name)}" / f"seed{seed}"
             jobs.append(train.Member(run, folder, name))
+    jobs = part(jobs, shard)
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
     hosts.meet_in(out)
@@ -84,12 +92,12 @@ def run_arms(
     if finished:
         say(f"{len(finished)} of {len(jobs)} runs are finished")
     waiting = [job for job in jobs if job not in finished]
-    began, done = time.monotonic(), 0
+    began, done = time.monotonic(), []
     for group in _groups(waiting, together):
         what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
-        say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
+        say(f"[{len(done) + 1}/{len(waiting)}] {what}{_eta(began, done, waiting)}")
         train.together(group, may_change)
-        done += len(group)
+        done += group
     return [logs for logs in frames.load(out) if logs.name in chosen]
 
 
@@ -114,7 +122,7 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
     (out / "summary.md").write_text(f"# {title}\n\n{table}\n", encoding="utf-8")
     if draw:
         say("drawing the figures")
-        drawn = figures.draw_all(runs, out / "figures")
+        drawn = figures.draw_all(runs, out / "figures", pictures.of([out], runs))
         report.write(out / "report.html", title, card, runs, rows, drawn)
     remote.push(out)
     return rows
@@ -150,6 +158,19 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
+def part(jobs: list[train.Member], shard: str) -> list[train.Member]:
+    """The i-th of n parts, every n-th, for shard = 'i/n'. Raises UserError unless 1 <= i <= n, or
+    when there is nothing in it.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    i, n = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= i <= n:
+        raise UserError(f"--shard takes i/n with i from 1 to n, e.g. 2/4; not {shard!r}")
+    if not (own := jobs[i - 1 :: n]):
+        raise UserError(f"--shard {shard} is empty: there are {len(jobs)} runs in all")
+    return own
+
+
 def _groups(jobs: list[train.Member], size: int) -> list[list[train.Member]]:
     """The runs in their order, up to `size` of those that can train together at a time."""
     alike: dict[config.Run, list[train.Member]] = {}
@@ -158,7 +179,9 @@ def _groups(jobs: list[train.Member], size: int) -> list[list[train.Member]]:
     return [own[i : i + size] for own in alike.values() for i in range(0, len(own), size)]
 
 
-def _eta(began: float, done: int, left: int) -> str:
+def _eta(began: float, done: list[train.Member], jobs: list[train.Member]) -> str:
+    """Time left, were all as fast as those done: an update takes as long as there are layers."""
     if not done:
         return ""
-    return f" (about {(time.monotonic() - began) / done * left:.0f} s left for all)"
+    work, whole = (sum(job.run.steps * job.run.model.layers for job in own) for own in (done, jobs))
+    return f" (about {(time.monotonic() - began) / work * (whole - work):.0f} s left for all)"

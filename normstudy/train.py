@@ -48,7 +48,12 @@ def probe_key(run: config.Run, step: int) -> Array:
 
 
 def probe_steps(steps: int, every: int) -> set[int]:
-    """Steps at which the probing program runs: dense at first, where everything happens."""
+    """Steps at which the probing program runs: dense at first, where everything happens.
+
+    every = 0: step 0 alone.
+    """
+    if not every:
+        return {0}
     dense = (0, 1, 2, 3, 5, 8, 13, 20, 30, 50, 80)
     return {s for s in (*dense, *range(0, steps, every), steps - 1) if 0 <= s < steps}
 
