@@ -29,6 +29,7 @@ Expect    runs/phase_diagram/phase_depth.csv and phase_gain.csv, a row a cell; f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Grid(cli.Study):
     warmups: tuple[int, ...] | None = None  # updates; default: 0 and --warmup
     gains: tuple[float, ...] = GAINS  # of every branch matrix, times its Xavier std
     max_lr: Path | None = None  # largest stable rates to draw over; default: OUT/max_lr.csv
+    out: Path = Path("runs/phase_diagram")
 
     def __post_init__(self):
         for name in self.chosen:
@@ -98,25 +100,26 @@ class Grid(cli.Study):
 
 
 def arms_of(grid: Grid, base: config.Run) -> study.Arms:
-    """Every cell of both diagrams; they share those at the base's gain."""
-    places = []
+    """Every cell of both diagrams; they share those of the base's model."""
+    places: list[dict[str, Any]] = []
     if "depth" in grid.chosen:
-        gain = base.init.gain
-        places += [(name, layers, gain) for name in grid.names for layers in grid.depths]
+        places += [{"placement": name, "layers": n} for name in grid.names for n in grid.depths]
     if "gain" in grid.chosen:
-        places += [(base.model.placement, base.model.layers, gain) for gain in grid.gains]
-    warmups = (0, base.optim.warmup) if grid.warmups is None else grid.warmups
-    return {
-        f"{name} L={layers} gain {gain:g} lr {lr:g} warmup {warmup}": _arm(
-            placement=name, layers=layers, gain=gain, lr=lr, warmup=warmup, probe_every=0
-        )
-        for name, layers, gain in places
-        for warmup in dict.fromkeys(warmups)
-        for lr in grid.rates
-    }
+        places += [{"gain": gain} for gain in grid.gains]
+    if grid.warmups is None:
+        warmups: list[dict[str, Any]] = [{"warmup": 0}, {}]  # {}: the base's
+    else:
+        warmups = [{"warmup": warmup} for warmup in grid.warmups]
+    arms = {}
+    for place, warmup, lr in itertools.product(places, warmups, grid.rates):
+        changes = place | warmup | {"lr": lr, "probe_once": True}
+        cell = dict(zip(phases.CELL, phases.cell_of(config.override(base, **changes)), strict=True))
+        name = "{placement} L={layers} gain {gain:g} lr {lr:g} warmup {warmup}".format(**cell)
+        arms.setdefault(name, _arm(changes))
+    return arms
 
 
-def _arm(**changes: Any):
+def _arm(changes: dict[str, Any]):
     return lambda base: changes
 
 
@@ -175,7 +178,7 @@ def write_cells(out: Path) -> Table:
 
 
 def main(argv: Sequence[str]) -> None:
-    grid, base = cli.parse_study(argv, __doc__ or "", out="runs/phase_diagram", kind=Grid)
+    grid, base = cli.parse_own(Grid(), argv, __doc__ or "")
     if grid.max_lr and not grid.max_lr.is_file():
         raise UserError(f"--max-lr {grid.max_lr}: there is no such file")
     arms = arms_of(grid, base)
@@ -183,7 +186,7 @@ def main(argv: Sequence[str]) -> None:
     runtime.start(launch=grid.launch)
     study.run_arms(
         base, arms, chosen, grid.seeds, grid.out, phases.KIND, grid.together,
-        grid.launch.may_change, grid.shard, numbered=False,
+        grid.launch.may_change, grid.part, numbered=False,
     )  # fmt: skip
     if not hosts.leads():
         return

@@ -41,42 +41,62 @@ class Study:
     arms: str = "all"  # names from the table above, with commas between them
     seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
     together: int = 1  # runs that train as one program, of those that share their shapes
-    shard: str = "1/1"  # i/n: the i-th of n parts of the runs, for several machines
+    shard: str = "1/1"  # i/n: the i-th of n parts of the runs; other machines take the rest
     preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
     out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
     json: bool = False  # print the closing table as JSON
     draw: bool = True  # figures and report at the end
     launch: config.Launch = field(default_factory=config.Launch)
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """shard as numbers (i, n), i from 0. Raises UserError where it is none."""
+        numbers = self.shard.split("/")
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            i, n = map(int, numbers)
+            if 1 <= i <= n:
+                return i - 1, n
+        raise UserError(f"--shard is i/n with i from 1 to n, such as 1/4, not {self.shard}")
 
-S = TypeVar("S", bound=Study)
+
+Own = TypeVar("Own", bound=Study)
 
 
-def parse_study(
-    argv: Sequence[str], card: str, out: str, kind: type[S] = Study
-) -> tuple[S, config.Run]:
+def parse_study(argv: Sequence[str], card: str, out: str) -> tuple[Study, config.Run]:
     """Options of a study and its base run: preset, then any config field by its own name.
 
-    kind: Study, or a dataclass with options of its own beside those of Study.
     Raises UserError for an unknown option (lists the valid ones) or preset.
     """
-    parts = [("study", kind), ("run", config.Run)]
-    both = dataclasses.make_dataclass("StudyAndRun", parts, frozen=True)
-    command = _parse_run(both, argv, kind(out=Path(out)), card)
+    return parse_own(Study(out=Path(out)), argv, card)
+
+
+def parse_own(
+    options: Own, argv: Sequence[str], card: str, **fields: Any
+) -> tuple[Own, config.Run]:
+    """As parse_study, for a study with options of its own; fields: what it changes in a preset."""
+    kind = dataclasses.make_dataclass(
+        "StudyCommand", [("study", type(options)), ("run", config.Run)], frozen=True
+    )
+    command = _parse_run(kind, argv, options, card, **fields)
+    study: Own = command.study
     for name in ("seeds", "together"):
-        if getattr(command.study, name) < 1:
-            raise UserError(f"{name} must be at least 1, not {getattr(command.study, name)}")
-    return dataclasses.replace(command.study, out=remote.local(command.study.out)), command.run
+        if getattr(study, name) < 1:
+            raise UserError(f"{name} must be at least 1, not {getattr(study, name)}")
+    _ = study.part  # is it one?
+    return dataclasses.replace(study, out=remote.local(study.out)), command.run
 
 
-def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str) -> Any:
-    """kind(options, run), from the options' own names, those of Launch and those of any field."""
+def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str, **fields: Any) -> Any:
+    """kind(options, run), from the options' own names, those of Launch and those of any field.
+
+    fields: what is changed in the preset before the command line has its say.
+    """
     names = [f.name for part in (options, config.Launch()) for f in dataclasses.fields(part)]
     _check_options(argv, [*names, *config.fields_of(config.Run())])
     helps = "--help" in argv or "-h" in argv
     asked = _value_of("--preset", argv) or options.preset
     preset = asked or ("cpu" if helps else _preset_for_backend(argv))
-    run = config.PRESETS[choose("preset", preset, config.PRESETS)]
+    run = config.override(config.PRESETS[choose("preset", preset, config.PRESETS)], **fields)
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[kind],
         args=list(argv),

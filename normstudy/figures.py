@@ -72,13 +72,15 @@ class Drawn:
 
 
 def draw_all(runs: list[Logs], folder: Path, chosen: Sequence[Figure] | None = None) -> list[Drawn]:
-    """Write FOLDER/<name>.csv, .pdf and .png for every figure, FIGURES or those chosen.
+    """Write FOLDER/<name>.csv, .pdf and .png for every figure. Raises UserError if it cannot.
 
-    Raises UserError if it cannot.
+    chosen: default FIGURES, and of those what can be drawn from runs that were never probed.
     """
+    if chosen is None:
+        chosen = FIGURES if all(logs.probes for logs in runs) else WITHOUT_PROBES
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [_write(figure, runs, folder) for figure in (FIGURES if chosen is None else chosen)]
+        return [_write(figure, runs, folder) for figure in chosen]
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from None
 
@@ -423,3 +425,4 @@ FIGURES = [
     ),
     Figure("schedules", "Schedules", frames.schedules, _draw_schedules, sentences.schedules),
 ]
+WITHOUT_PROBES = [figure for figure in FIGURES if figure.name in ("loss", "schedules")]

@@ -61,7 +61,7 @@ def load(folder: Path, *others: Path) -> list[Logs]:
     runs: dict[tuple[str, int], Logs] = {}
     for path in sorted(_run_folders(folders), key=lambda path: path.parts[-2:]):
         logs = _load_run(path)
-        if not (logs.metrics and logs.probes):
+        if not logs.metrics or (logs.run.probe.probe_every and not logs.probes):
             continue
         twin = runs.setdefault((logs.name, logs.run.seed), logs)
         if unlike := config.differences(twin.run, logs.run):

@@ -33,7 +33,8 @@ COLOURS = {
     "diverged": "#FFAABB",
 }
 ORDER = [*COLOURS, *(word for word in outcome.WORDS if word not in COLOURS)]  # within a cell
-STYLES: dict[str, Any] = {  # of lines; what has no style of its own is a law
+LOWER_BOUND = "survived"  # kind of a largest stable rate
+STYLES: dict[str, Any] = {  # of lines
     phases.MEASURED: {"ls": "-", "marker": "o", "ms": 3.5, "mfc": "white"},
     "mean field": {"ls": "--"},
     "criterion": {"ls": ":"},
@@ -294,9 +295,10 @@ def _draw_line(axes: Axes, what: str, rows: Table) -> None:
         [np.median([row["lr"] for row in at]) for _, at in own], [layers for layers, _ in own],
         color="black", **style,
     )  # fmt: skip
-    if marker:
-        lr, layers = ([row[name] for row in rows] for name in ("lr", "layers"))
-        axes.plot(lr, layers, color="black", ls="", **marker)
+    for kind, at in frames.by(rows, "kind") if marker else []:
+        lr, layers = ([row[name] for row in at] for name in ("lr", "layers"))
+        shape: dict[str, Any] = marker | ({"marker": ">"} if kind == LOWER_BOUND else {})
+        axes.plot(lr, layers, color="black", ls="", **shape)
 
 
 def _legend(canvas: Canvas, table: Table) -> None:

@@ -2,7 +2,8 @@
 
 Beside the logs of such a study may lie two files, which the diagrams draw over the cells:
 max_lr.csv, the largest stable learning rates as measured (placement, layers, seed, max_stable_lr,
-kind), and theory.csv, what theory says of the first update (placement, layers, law, update).
+kind; no rate: it never trained, `survived`: a lower bound), and theory.csv, what theory says of the
+first update (placement, layers, law, update).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def lines(folders: Sequence[Path]) -> Lines:
     """What lies beside the logs in any of these folders; each row once."""
     numbers = {"layers": int, "seed": int, "max_stable_lr": float, "update": float}
     measured = read(folders, MAX_LR, ("placement", "layers", "seed", "max_stable_lr", "kind"))
+    measured = [row for row in measured if row["max_stable_lr"]]
     predicted = read(folders, THEORY, ("placement", "layers", "law", "update"))
     return Lines(
         *(
@@ -76,7 +78,7 @@ def cells(runs: list[Logs]) -> Table:
     words: dict[tuple, list[str]] = {}
     for logs in runs:
         if logs.outcome:
-            words.setdefault(_cell(logs.run), []).append(logs.outcome["word"])
+            words.setdefault(cell_of(logs.run), []).append(logs.outcome["word"])
     rank = {name: i for i, name in enumerate(placements.PLACEMENTS)}
     found = []
     for key in sorted(words, key=lambda key: (rank.get(key[0], len(rank)), *key)):
@@ -189,7 +191,8 @@ def similarities(runs: list[Logs], base: config.Run) -> Table:
     ]
 
 
-def _cell(run: config.Run) -> tuple[Any, ...]:
+def cell_of(run: config.Run) -> tuple[Any, ...]:
+    """Where a run belongs: its values of CELL."""
     values = config.fields_of(run)
     return tuple(values[name] for name in CELL)
 

@@ -46,16 +46,15 @@ def run_arms(
     kind: str,
     together: int = 1,
     may_change: Collection[str] = (),
-    shard: str = "1/1",
+    shard: tuple[int, int] = (0, 1),
     numbered: bool = True,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
     together: so many runs as one program, of those that differ in seed, init and schedule alone.
     may_change: fields that may differ from those the folder was made with.
-    shard: 'i/n', the i-th of n parts of the runs, for several machines; each takes every n-th.
-    numbered: folders begin with the arm's place in `arms`, which is the order in which they are
-    read back; leave it out where arms may be added in between.
+    shard: (i, n): every n-th run alone, from the i-th (from 0) on; other machines take the others.
+    numbered: folders are numbered as the arms; False where other arms may come between them later.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
     """
@@ -68,8 +67,9 @@ def run_arms(
             run = config.override(base, **(arms[name](base) | {"seed": seed}))
             train.check(run)
             number = f"{names.index(name):02d}-" if numbered else ""
-            folder = out / "arms" / f"{number}{slug(name)}" / f"seed{seed}"
-            jobs.append(train.Member(run, folder, name))
+            jobs.append(
+                train.Member(run, out / "arms" / f"{number}{slug(name)}" / f"seed{seed}", name)
+            )
     jobs = part(jobs, shard)
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
@@ -158,16 +158,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-def part(jobs: list[train.Member], shard: str) -> list[train.Member]:
-    """The i-th of n parts, every n-th, for shard = 'i/n'. Raises UserError unless 1 <= i <= n, or
-    when there is nothing in it.
-    """
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    i, n = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= i <= n:
-        raise UserError(f"--shard takes i/n with i from 1 to n, e.g. 2/4; not {shard!r}")
-    if not (own := jobs[i - 1 :: n]):
-        raise UserError(f"--shard {shard} is empty: there are {len(jobs)} runs in all")
+def part(jobs: list[train.Member], shard: tuple[int, int]) -> list[train.Member]:
+    """Every n-th job from the i-th (from 0) on. Raises UserError where there is none."""
+    i, n = shard
+    if not (own := jobs[i::n]):
+        raise UserError(f"--shard {i + 1}/{n} is empty: there are {len(jobs)} runs in all")
     return own
 
 
