@@ -150,7 +150,7 @@ def laws(base: config.Run, names: Sequence[str], depths: Sequence[int]) -> Table
                 say(f"{name}: no line of theory ({error})")
             if place.skip_norms:
                 alpha = float(place.constants(layers).alpha)
-                updates["criterion"] = criterion(layers, alpha, gains["v"], gains["o"])
+                updates["DeepNet's criterion"] = criterion(layers, alpha, gains["v"], gains["o"])
             found += [
                 {"placement": name, "layers": layers, "law": law, "update": update}
                 for law, update in updates.items()

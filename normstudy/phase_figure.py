@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ LOWER_BOUND = "survived"  # kind of a largest stable rate
 STYLES: dict[str, Any] = {  # of lines
     phases.MEASURED: {"ls": "-", "marker": "o", "ms": 3.5, "mfc": "white"},
     "mean field": {"ls": "--"},
-    "criterion": {"ls": ":"},
+    "DeepNet's criterion": {"ls": ":"},
 }
+KEY = "k/n: k of n seeds trained"
 FEW = 4  # learning rates that are all named on the axis; of more, the powers of ten
 LEGIBLE = 2  # panels in a row, up to which there is room for k/n in a cell
 
@@ -126,7 +128,7 @@ def draw_depth(table: Table) -> Canvas:
     columns = len(warmups) * min(max(4 // len(warmups), 1), len(of_placement))
     rows = -(-len(of_placement) * len(warmups) // columns)
     wide = columns <= LEGIBLE
-    height = 1.25 + (2.2 if wide else 1.35) * rows
+    height = 1.1 + (2.2 if wide else 1.5) * rows
     canvas, grid = plt.subplots(
         rows, columns, figsize=(WIDTH, height), squeeze=False, sharex=True, sharey=True
     )
@@ -137,13 +139,16 @@ def draw_depth(table: Table) -> Canvas:
         over = [row for row in table if row["what"] != "cell" and row["placement"] == name]
         for what, line in frames.by(over, "what"):
             _draw_line(axes, what, line)
-        axes.set_title(f"{name}, {_with(warmup)}")
+        axes.set_title(f"{name}, {_with(warmup)}" if wide else f"{name}\n{_with(warmup)}")
     for axes in list(grid.flat)[len(panels) :]:
         axes.remove()
-    _frame_cells(list(grid.flat)[: len(panels)], cells, "layers")
+    for axes in list(grid.flat)[len(panels) - columns : len(panels)]:  # nothing is below these
+        axes.tick_params(labelbottom=True)
+    measured = [row["lr"] for row in table if row["what"] == phases.MEASURED]
+    _frame_cells(list(grid.flat)[: len(panels)], cells, "layers", measured)
     canvas.supxlabel("peak learning rate", fontsize=9)
     canvas.supylabel("depth $L$ (blocks)", fontsize=9)
-    _legend(canvas, table)
+    _legend(canvas, table, KEY if wide else "")
     return canvas
 
 
@@ -172,7 +177,7 @@ def draw_gain(table: Table) -> Canvas:
     beside.set_xlabel("token similarity of $x_L$\n(mean cosine)")
     _frame_cells(maps, table, "gain")
     maps[0].set_ylabel("initial gain (times Xavier)")
-    _legend(canvas, table)
+    _legend(canvas, table, KEY)
     return canvas
 
 
@@ -258,8 +263,9 @@ def _draw_cells(axes: Axes, rows: Table, whole: Table, y: str, text: bool) -> No
             Rectangle((left, bottom), right - left, top - bottom, fill=False, ec="white", lw=0.6)
         )
         if text:
-            middle = np.sqrt(left * right), np.sqrt(bottom * top)
-            axes.text(*middle, f"{row['trained']}/{row['n']}", ha="center", va="center", fontsize=6)
+            # below the middle, where the lines go through
+            at = np.sqrt(left * right), bottom ** (3 / 4) * top ** (1 / 4)
+            axes.text(*at, f"{row['trained']}/{row['n']}", ha="center", va="center", fontsize=6.5)
 
 
 def _edges(rows: Table, column: str) -> dict[float, tuple[float, float]]:
@@ -271,12 +277,13 @@ def _edges(rows: Table, column: str) -> dict[float, tuple[float, float]]:
     return {value: (lo, hi) for value, lo, hi in zip(values, below, above, strict=True)}
 
 
-def _frame_cells(maps: list[Axes], rows: Table, y: str) -> None:
-    """Log axes to the edges of the cells, with their values on them."""
+def _frame_cells(maps: list[Axes], rows: Table, y: str, also: Sequence[float] = ()) -> None:
+    """Log axes to the edges of the cells, with their values on them; also: rates to take in."""
     rates, values = _edges(rows, "lr"), _edges(rows, y)
+    left = min(*(lo for lo, _ in rates.values()), *(lr / 1.2 for lr in also), math.inf)
+    right = max(*(hi for _, hi in rates.values()), *(lr * 1.2 for lr in also), 0.0)
     for axes in maps:
-        axes.set(xscale="log", yscale="log")
-        axes.set_xlim(min(lo for lo, _ in rates.values()), max(hi for _, hi in rates.values()))
+        axes.set(xscale="log", yscale="log", xlim=(left, right))
         axes.set_ylim(min(lo for lo, _ in values.values()), max(hi for _, hi in values.values()))
         axes.set_yticks(list(values), [f"{value:g}" for value in values])
         axes.yaxis.set_minor_locator(NullLocator())
@@ -301,7 +308,7 @@ def _draw_line(axes: Axes, what: str, rows: Table) -> None:
         axes.plot(lr, layers, color="black", ls="", **shape)
 
 
-def _legend(canvas: Canvas, table: Table) -> None:
+def _legend(canvas: Canvas, table: Table, title: str) -> None:
     """The outcome words that occur, and the lines."""
     cells = [row for row in table if row["what"] == "cell"]
     handles: list[Any] = [
@@ -311,10 +318,12 @@ def _legend(canvas: Canvas, table: Table) -> None:
         anchors = {row["scaled_at"] for row in rows} - {None}
         at = f"scaled at $L$ = {anchors.pop()}" if len(anchors) == 1 else "scaled at one $L$"
         label = f"{what} ({at})" if rows[0]["scaled_at"] else what
+        if any(row["kind"] == LOWER_BOUND for row in rows):
+            label += " (triangle: at least)"
         handles.append(Line2D([], [], color="black", label=label, **STYLES.get(what, {"ls": "-."})))
     canvas.legend(
         handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=7,
-        title="k/n: k of n seeds trained", title_fontsize=7,
+        title=title or None, title_fontsize=7,
     )  # fmt: skip
 
 

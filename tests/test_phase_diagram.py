@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from normstudy import (
 from normstudy.errors import UserError
 
 BASE = config.PRESETS["cpu"]
-NOTHING = phases.Lines([], [])
+CRITERION = "DeepNet's criterion"
 
 TINY = [
     "--preset", "smoke", "--layers", "2", "--width", "8", "--heads", "2", "--ff", "16",
@@ -48,6 +49,7 @@ def shards(experiment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment.runtime, "start", lambda **_: None)
+        patch.setattr(jax, "device_count", lambda: 1)  # a mesh of one: less to compile
         # where a run blew up is no matter here, and is searched operation by operation
         patch.setattr(train, "not_finite", lambda *_: {"sentence": "somewhere", "origins": []})
         for i in (1, 2):
@@ -64,6 +66,7 @@ def whole(experiment, shards):
     shutil.copytree(shards[1] / "arms", out / "arms", dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment.runtime, "start", lambda **_: None)
+        patch.setattr(jax, "device_count", lambda: 1)
         patch.setattr(train, "_loop", lambda *args: pytest.fail("trained again"))
         experiment.main([*TINY, "--out", str(out)])
     return out
@@ -330,10 +333,10 @@ def test_laws_come_from_the_row_of_the_table(experiment):
     base = config.override(BASE, width=8, heads=2, ff=16, context=8, batch=8)
     found = experiment.laws(base, ["pre", "post"], [2, 4])
     assert {(row["placement"], row["law"]) for row in found} == {
-        ("pre", "mean field"), ("post", "mean field"), ("post", "criterion")
+        ("pre", "mean field"), ("post", "mean field"), ("post", CRITERION)
     }  # fmt: skip
     update = {(row["placement"], row["law"], row["layers"]): row["update"] for row in found}
-    assert update["post", "criterion", 4] == pytest.approx(2 * update["post", "criterion", 2])
+    assert update["post", CRITERION, 4] == pytest.approx(2 * update["post", CRITERION, 2])
     growth = {
         name: update[name, "mean field", 4] / update[name, "mean field", 2]
         for name in ("pre", "post")
@@ -353,6 +356,12 @@ def test_file_beside_the_logs_without_its_columns_is_refused(tmp_path):
     (tmp_path / phases.MAX_LR).write_text("placement,layers\npost,6\n", encoding="utf-8")
     with pytest.raises(UserError, match="has no column seed, max_stable_lr, kind"):
         phases.lines([tmp_path])
+
+
+def test_placement_that_never_trained_has_no_largest_rate(tmp_path):
+    text = "placement,layers,seed,max_stable_lr,kind\npost,6,0,,never trained\n"
+    (tmp_path / phases.MAX_LR).write_text(text, encoding="utf-8")
+    assert phases.lines([tmp_path]).max_lr == []
 
 
 def test_rows_beside_the_logs_of_several_shards_count_once(tmp_path):
@@ -423,6 +432,18 @@ def test_depth_diagram_has_its_axes_legend_and_lines(drawn):
     sentence = phase_figure.depth_sentence(table)
     assert "0.01 at 6, 0.001 at 24, none at 96" in sentence
     assert "their height is free" in sentence and "post at 6 blocks" in sentence
+
+
+def test_lower_bound_is_marked_and_lies_in_the_picture(drawn):
+    bound = [MAX_LR[0] | {"max_stable_lr": 0.9, "kind": "survived"}, *MAX_LR[2:]]
+    table = phase_figure.depth_table(grid(WINDOW), BASE, phases.Lines(bound, []), ["post"])
+    canvas = drawn(phase_figure.draw_depth, table)
+    (axes,) = canvas.axes
+    markers = {line.get_marker(): list(line.get_xdata()) for line in axes.lines}
+    assert markers[">"] == [0.9] and markers["o"] == [0.004, 0.004]
+    assert axes.get_xlim()[1] > 0.9
+    labels = [text.get_text() for text in canvas.legends[0].get_texts()]
+    assert "largest stable rate (triangle: at least)" in labels
 
 
 def test_every_placement_has_a_diagram_and_all_have_one(tmp_path):
