@@ -20,7 +20,9 @@ finite ends by itself. `undecided` at small rates means too slow for so few upda
 Command   python experiments/phase_diagram.py --preset cpu
           ... --shard 2/4 --out runs/phase2     the second of four parts, e.g. on another machine
           normstudy figures runs/phase1 runs/phase2 ...     all parts in one diagram
-Time      about 1.5 hours on two CPU cores, a seed; finished runs are skipped
+Time      on two CPU cores, a seed: 40 minutes for --diagrams depth with three placements, 40 more
+          for gain; finished runs are skipped. 4.5 GB of disk, nearly all of it checkpoints;
+          --checkpoint-every 400 keeps only the last of each run
 Expect    runs/phase_diagram/phase_depth.csv and phase_gain.csv, a row a cell; figures/phase_*, and
           report.html. Pre-norm trains at all depths; post-norm's largest rate falls with the depth
           until none of the grid is left; with a gain that is small enough 48 blocks train

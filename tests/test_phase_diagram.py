@@ -195,6 +195,11 @@ def test_one_shard_alone_draws_its_part(shards, capsys, tmp_path):
     assert drawn and drawn <= {"phase_depth_post", "phase_gain"}
 
 
+def test_figures_without_a_folder_say_what_is_missing():
+    with pytest.raises(UserError, match="give a run or study folder"):
+        cli.figures([])
+
+
 def test_run_in_two_folders_counts_once(shards, whole):
     once = phases.cells(frames.load(*shards))
     assert phases.cells(frames.load(whole, *shards)) == once == phases.cells(frames.load(whole))
