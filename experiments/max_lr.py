@@ -8,7 +8,7 @@ update until training fails. One number a run: the rate of its last healthy step
 
 Command   python experiments/max_lr.py --seeds 3
 Time      about 2 minutes of two CPU cores for a placement and seed at all four depths (preset cpu;
-          reckoned from 0.05 s a step at 48 layers): an hour for 25 of them. --shard 0/4 to 3/4
+          reckoned from 0.05 s a step at 48 layers): an hour for 25 of them. --shard 1/4 to 4/4
           split it over machines (see below). 30 MB of disk each
 Expect    runs/max_lr/max_lr.csv, .png and .pdf, a table of max stable rates, and keel_order.csv,
           where the order over placements is compared with KEEL's

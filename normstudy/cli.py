@@ -41,9 +41,7 @@ class Study:
     arms: str = "all"  # names from the table above, with commas between them
     seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
     together: int = 1  # runs that train as one program, of those that share their shapes
-    shard: str = (
-        "0/1"  # i/n: the i-th (from 0) of n parts of the runs; other machines take the rest
-    )
+    shard: str = "1/1"  # i/n: the i-th of n parts of the runs; other machines take the rest
     preset: str | None = None  # smoke, cpu, gpu or tpu; default: the one for the backend found
     out: Path = Path("runs/reproduce")  # folder of the logs, figures and report
     json: bool = False  # print the closing table as JSON
@@ -52,13 +50,13 @@ class Study:
 
     @property
     def part(self) -> tuple[int, int]:
-        """shard as numbers (i, n). Raises UserError where it is none."""
+        """shard as numbers (i, n), i from 0. Raises UserError where it is none."""
         numbers = self.shard.split("/")
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             i, n = map(int, numbers)
-            if i < n:
-                return i, n
-        raise UserError(f"--shard is i/n with i from 0 to n - 1, such as 0/4, not {self.shard}")
+            if 1 <= i <= n:
+                return i - 1, n
+        raise UserError(f"--shard is i/n with i from 1 to n, such as 1/4, not {self.shard}")
 
 
 Own = TypeVar("Own", bound=Study)
@@ -149,8 +147,9 @@ def show(rows: list[dict[str, Any]], study: Study) -> None:
 class Figures:
     """Redraw the figures of a run or study from its logs; no accelerator needed."""
 
-    path: Annotated[Path, tyro.conf.Positional]  # run or study folder
-    out: Path | None = None  # default: figures/ in that folder
+    # a run or study folder, or several of one study, as its shards write them
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    out: Path | None = None  # default: figures/ in the first of them
     json: bool = False  # print names and sentences as JSON
 
 
@@ -198,10 +197,15 @@ class _AotCommand:
 
 def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
+    if not command.paths:
+        raise UserError("give a run or study folder: normstudy figures PATH")
     from normstudy import figures as draw
+    from normstudy import pictures
 
-    path = _pulled(command.path)
-    drawn = draw.draw_all(frames.load(path), command.out or path / "figures")
+    paths = [_pulled(path) for path in command.paths]
+    runs = frames.load(*paths)
+    out = command.out or paths[0] / "figures"
+    drawn = draw.draw_all(runs, out, pictures.of(paths, runs))
     rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
     print(as_json(rows) if command.json else "\n".join(row["figure"] for row in rows))
 

@@ -128,6 +128,7 @@ class Probe:
     vectors: int = 2  # Rademacher vectors for each Jacobian norm
     # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80. 0: never, nothing to compile
     probe_every: int = 100
+    probe_once: bool = False  # at step 0 and at no other, whatever probe_every
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each
 
     def __post_init__(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,24 +50,56 @@ class Logs:
         return self.name if self.run.seed == 0 else f"{self.name} seed {self.run.seed}"
 
 
-def load(folder: Path) -> list[Logs]:
+def load(folder: Path, *others: Path) -> list[Logs]:
     """The runs of a study folder in the order they were asked for, or the one of a run folder.
 
-    Raises UserError when the folder is neither, holds no run, or a log line is damaged.
+    others: more folders of the same study, e.g. of its shards. A run that is in two of them counts
+    once, from where it has come further. Raises UserError when a folder is neither, when they are
+    of different studies (names the fields), hold no run, or a log line is damaged.
     """
-    if not (folder / record.CONFIG).exists():
-        raise UserError(f"{folder} is neither a run nor a study: it has no {record.CONFIG}")
-    if record.read_identity(folder / record.CONFIG)["kind"] == "run":
-        folders = [folder]
-    else:
-        folders = sorted(p.parent for p in folder.glob(f"arms/*/*/{record.CONFIG}"))
-    runs = [_load_run(path) for path in folders if (path / record.METRICS).exists()]
-    runs = [
-        logs for logs in runs if logs.metrics and (logs.probes or not logs.run.probe.probe_every)
-    ]
+    folders = [folder, *others]
+    runs: dict[tuple[str, int], Logs] = {}
+    for path in sorted(_run_folders(folders), key=lambda path: path.parts[-2:]):
+        logs = _load_run(path)
+        if not logs.metrics or (logs.run.probe.probe_every and not logs.probes):
+            continue
+        twin = runs.setdefault((logs.name, logs.run.seed), logs)
+        if unlike := config.differences(twin.run, logs.run):
+            raise UserError(f"{path} and another {logs.label} differ in {', '.join(unlike)}")
+        if (bool(twin.outcome), len(twin.metrics)) < (bool(logs.outcome), len(logs.metrics)):
+            runs[logs.name, logs.run.seed] = logs
     if not runs:
-        raise UserError(f"{folder} holds no run with logs yet")
-    return runs
+        raise UserError(f"no run with logs yet in {' and '.join(map(str, folders))}")
+    return list(runs.values())
+
+
+def _run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Those in folders of one study that have logs. Raises UserError where they are of several."""
+    identities: list[dict[str, Any]] = []
+    for folder in folders:
+        if not (folder / record.CONFIG).exists():
+            raise UserError(f"{folder} is neither a run nor a study: it has no {record.CONFIG}")
+        identities.append(record.read_identity(folder / record.CONFIG))
+        first, last = identities[0], identities[-1]
+        pairs = record.differences(first, last)
+        pairs["kind"] = first["kind"], last["kind"]
+        pairs["sha256 of the text"] = _sha256(first), _sha256(last)
+        unlike = [f"{name}: {a} there, {b} here" for name, (a, b) in pairs.items() if a != b]
+        if unlike:
+            raise UserError(
+                f"{folders[0]} and {folder} are not of one study; nothing was drawn. "
+                f"{'. '.join(unlike)}. Draw each by itself"
+            )
+    found = []
+    for folder, identity in zip(folders, identities, strict=True):
+        is_run = identity["kind"] == "run"
+        within = [folder / record.CONFIG] if is_run else folder.glob(f"arms/*/*/{record.CONFIG}")
+        found += [path.parent for path in within if (path.parent / record.METRICS).exists()]
+    return found
+
+
+def _sha256(identity: dict[str, Any]) -> str | None:
+    return identity.get("corpus", {}).get("sha256")
 
 
 def _load_run(folder: Path) -> Logs:

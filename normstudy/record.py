@@ -56,7 +56,7 @@ def open_folder(
     before = read_identity(path)
     if before["kind"] != identity["kind"]:
         raise UserError(f"{folder} holds a {before['kind']}, not a {kind}; nothing was written")
-    changed = _differences(before, identity)
+    changed = differences(before, identity)
     if {name.rpartition(".")[2] for name in changed} - set(may_change):
         what = "".join(f"{n}: {old} there, {new} now. " for n, (old, new) in changed.items())
         raise UserError(
@@ -117,6 +117,13 @@ def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str
     if kind is not None and tree["kind"] != kind:
         raise UserError(f"{path} belongs to a {tree['kind']}, not to a {kind}")
     return tree
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{field: (before, now)} of what differs in the configs of two identities."""
+    flat_a, flat_b = _flat(before["config"]), _flat(json.loads(json.dumps(now["config"])))
+    names = sorted(n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n))
+    return {name: (flat_a.get(name), flat_b.get(name)) for name in names}
 
 
 class Journal:
@@ -260,13 +267,6 @@ def _git() -> str:
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{field: (before, now)} of what differs in two configs."""
-    flat_a, flat_b = _flat(before["config"]), _flat(json.loads(json.dumps(now["config"])))
-    names = sorted(n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n))
-    return {name: (flat_a.get(name), flat_b.get(name)) for name in names}
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from normstudy import (
     hosts,
     inits,
     mesh,
+    pictures,
     programs,
     record,
     remote,
@@ -69,7 +70,7 @@ def run_arms(
             jobs.append(
                 train.Member(run, out / "arms" / f"{number}{slug(name)}" / f"seed{seed}", name)
             )
-    jobs = jobs[shard[0] :: shard[1]]
+    jobs = part(jobs, shard)
     text = corpus.load(base.data.corpus)
     identity = record.identity(dataclasses.asdict(base), kind, corpus=corpus.as_dict(text))
     hosts.meet_in(out)
@@ -91,12 +92,12 @@ def run_arms(
     if finished:
         say(f"{len(finished)} of {len(jobs)} runs are finished")
     waiting = [job for job in jobs if job not in finished]
-    began, done = time.monotonic(), 0
+    began, done = time.monotonic(), []
     for group in _groups(waiting, together):
         what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
-        say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
+        say(f"[{len(done) + 1}/{len(waiting)}] {what}{_eta(began, done, waiting)}")
         train.together(group, may_change)
-        done += len(group)
+        done += group
     return [logs for logs in frames.load(out) if logs.name in chosen]
 
 
@@ -121,7 +122,7 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
     (out / "summary.md").write_text(f"# {title}\n\n{table}\n", encoding="utf-8")
     if draw:
         say("drawing the figures")
-        drawn = figures.draw_all(runs, out / "figures")
+        drawn = figures.draw_all(runs, out / "figures", pictures.of([out], runs))
         report.write(out / "report.html", title, card, runs, rows, drawn)
     remote.push(out)
     return rows
@@ -157,6 +158,14 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
+def part(jobs: list[train.Member], shard: tuple[int, int]) -> list[train.Member]:
+    """Every n-th job from the i-th (from 0) on. Raises UserError where there is none."""
+    i, n = shard
+    if not (own := jobs[i::n]):
+        raise UserError(f"--shard {i + 1}/{n} is empty: there are {len(jobs)} runs in all")
+    return own
+
+
 def _groups(jobs: list[train.Member], size: int) -> list[list[train.Member]]:
     """The runs in their order, up to `size` of those that can train together at a time."""
     alike: dict[config.Run, list[train.Member]] = {}
@@ -165,7 +174,9 @@ def _groups(jobs: list[train.Member], size: int) -> list[list[train.Member]]:
     return [own[i : i + size] for own in alike.values() for i in range(0, len(own), size)]
 
 
-def _eta(began: float, done: int, left: int) -> str:
+def _eta(began: float, done: list[train.Member], jobs: list[train.Member]) -> str:
+    """Time left, were all as fast as those done: an update takes as long as there are layers."""
     if not done:
         return ""
-    return f" (about {(time.monotonic() - began) / done * left:.0f} s left for all)"
+    work, whole = (sum(job.run.steps * job.run.model.layers for job in own) for own in (done, jobs))
+    return f" (about {(time.monotonic() - began) / work * (whole - work):.0f} s left for all)"

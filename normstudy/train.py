@@ -47,11 +47,13 @@ def probe_key(run: config.Run, step: int) -> Array:
     return jax.random.fold_in(jax.random.key(run.seed), step)
 
 
-def probe_steps(steps: int, every: int) -> set[int]:
+def probe_steps(steps: int, every: int, once: bool = False) -> set[int]:
     """Steps at which the probing program runs: dense at first, where everything happens.
 
-    None where every is 0.
+    None where every is 0. once: step 0 alone.
     """
+    if once:
+        return {0}
     if not every:
         return set()
     dense = (0, 1, 2, 3, 5, 8, 13, 20, 30, 50, 80)
@@ -146,7 +148,7 @@ def _loop(
     run, alone = members[0].run, len(members) == 1  # of run: what the members share
     put, everywhere = (functools.partial(f, devices) for f in (mesh.put_batch, mesh.put_replicated))
     probe_batch, unigram = put(feed.probe_batch), everywhere(feed.unigram)
-    probed = probe_steps(run.steps, run.probe.probe_every)
+    probed = probe_steps(run.steps, run.probe.probe_every, run.probe.probe_once)
     rates = np.stack([schedules.table(m.run.optim, run.model.width, run.steps) for m in members])
     states = [
         checkpoint.restore(member.folder, begin, compiled.abstract)

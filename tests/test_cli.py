@@ -219,14 +219,14 @@ def test_study_may_have_options_of_its_own_and_change_the_preset(no_start):
 
 
 def test_shard_is_a_part_and_a_number_of_parts(no_start):
-    options, _ = cli.parse_study(["--preset", "smoke", "--shard", "2/4"], "card", out="runs/x")
+    options, _ = cli.parse_study(["--preset", "smoke", "--shard", "3/4"], "card", out="runs/x")
     assert options.part == (2, 4)
     assert cli.Study().part == (0, 1)
 
 
-@pytest.mark.parametrize("shard", ["4/4", "1", "-1/4", "1/0", "a/b", "1/2/3", ""])
+@pytest.mark.parametrize("shard", ["5/4", "0/4", "1", "-1/4", "1/0", "a/b", "1/2/3", ""])
 def test_shard_that_is_none_is_refused(no_start, shard):
-    with pytest.raises(UserError, match=r"--shard is i/n with i from 0 to n - 1"):
+    with pytest.raises(UserError, match=r"--shard is i/n with i from 1 to n"):
         cli.parse_study(["--preset", "smoke", f"--shard={shard}"], "card", out="runs/x")
 
 

@@ -188,7 +188,7 @@ def test_merged_shards_are_one_study(tmp_path, no_start, capsys):
         "--eval-batches", "1",
     ]  # fmt: skip
     for i in range(2):
-        own = ["--shard", f"{i}/2", "--out", str(tmp_path / "out"), "--no-draw"]
+        own = ["--shard", f"{i + 1}/2", "--out", str(tmp_path / "out"), "--no-draw"]
         max_lr.main([*command, *own])
         with (tmp_path / "out" / "max_lr.csv").open(encoding="utf-8") as file:
             found = list(csv.DictReader(file))
