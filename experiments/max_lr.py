@@ -158,43 +158,15 @@ def frame(runs: list[Logs]) -> Table:
     )
 
 
-def middle(rows: Table) -> dict[str, Any]:
-    """The run in the middle of those that differ in seed; of an even number the lower one.
-
-    A run and no average: what never trained stands below every rate, a lower bound at its rate.
-    """
-    return sorted(rows, key=rank)[(len(rows) - 1) // 2]
-
-
-def rank(row: dict[str, Any]) -> tuple[float, bool]:
-    """What rows are ordered by: the rate, and at the same rate whether it is only a lower bound."""
-    return row["max_stable_lr"] or 0.0, row["kind"] == "survived"
-
-
 def closing_table(table: Table) -> Table:
     """Placement by depth: the middle seed's max stable rate, and of how many seeds it is told."""
     depths = sorted({row["layers"] for row in table})
     closing = []
     for placement, of_placement in frames.by(table, "placement"):
         groups = dict(frames.by(of_placement, "layers"))
-        told = {f"L = {depth}": tell(groups.get(depth, [])) for depth in depths}
+        told = {f"L = {depth}": ramp.tell(groups.get(depth, [])) for depth in depths}
         closing.append({"placement": placement, **told})
     return closing
-
-
-def tell(rows: Table) -> str:
-    """'0.018', '>1' or 'none' of one run; of several the middle one, and extremes that differ."""
-    if not rows:
-        return ""
-    ordered = sorted(rows, key=rank)
-    ends = [_number(row) for row in (ordered[0], ordered[-1])]
-    own = _number(middle(rows))
-    return own if ends == [own, own] else f"{own} ({ends[0]} to {ends[1]})"
-
-
-def _number(row: dict[str, Any]) -> str:
-    sign, rate = ramp.KINDS[row["kind"]], row["max_stable_lr"]
-    return sign if rate is None else f"{sign}{rate:.2g}"
 
 
 # ---------------------------------------------------------------------------------- the order
@@ -208,7 +180,7 @@ def order(table: Table, theirs: Mapping[str, float] = KEEL_TABLE_1) -> Table:
     found = []
     for layers, of_depth in sorted(frames.by(table, "layers")):
         groups = dict(frames.by(of_depth, "placement"))
-        ours = {name: rank(middle(groups[name])) for name in theirs if name in groups}
+        ours = {name: ramp.rank(ramp.middle(groups[name])) for name in theirs if name in groups}
         swapped, tied, kept = [], [], 0
         for a, b in combinations(sorted(ours, key=lambda name: theirs[name]), 2):
             if ours[a] == ours[b]:
@@ -244,7 +216,7 @@ def draw(table: Table) -> Canvas:
 
     def at_the_deepest(name: str) -> tuple[float, bool]:
         rows = [row for row in placements[name] if row["layers"] == deepest]
-        return rank(middle(rows)) if rows else (0.0, False)
+        return ramp.rank(ramp.middle(rows)) if rows else (0.0, False)
 
     names = sorted(placements, key=at_the_deepest, reverse=True)
     columns = min(5, len(names))
@@ -297,7 +269,7 @@ def _style(kind: str, axes: Axes | None = None) -> dict[str, Any]:
 
 def _line(rows: Table) -> tuple[list[int], list[float]]:
     """The middle seed over depth; no number where it never trained."""
-    middles = [middle(own) for _, own in sorted(frames.by(rows, "layers"))]
+    middles = [ramp.middle(own) for _, own in sorted(frames.by(rows, "layers"))]
     return [row["layers"] for row in middles], [row["max_stable_lr"] or np.nan for row in middles]
 
 
@@ -319,8 +291,8 @@ def sentence(table: Table) -> str:
     """What each placement bears at the greatest depth, from the most to the least."""
     deepest = max(row["layers"] for row in table)
     groups = frames.by([row for row in table if row["layers"] == deepest], "placement")
-    ranked = sorted(groups, key=lambda pair: rank(middle(pair[1])), reverse=True)
-    told = ", ".join(f"{name} {tell(rows)}" for name, rows in ranked)
+    ranked = sorted(groups, key=lambda pair: ramp.rank(ramp.middle(pair[1])), reverse=True)
+    told = ", ".join(f"{name} {ramp.tell(rows)}" for name, rows in ranked)
     return f"Max stable learning rate at {deepest} blocks, the largest first: {told}."
 
 

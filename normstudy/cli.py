@@ -171,10 +171,16 @@ class Probe:
     figure: Path | None = None  # draw it: .png, .pdf or .svg, with a .csv beside it
 
 
+MAX_LR = Path(__file__).parents[1] / "experiments" / "results" / "max_lr.csv"
+
+
 @dataclass(frozen=True)
 class Placements:
     """Print the placements table."""
 
+    layers: int = 48  # L, blocks: the depth of its numbers
+    # a max_lr.csv of experiments/max_lr.py; default: the results of this checkout, if it has some
+    max_lr: Path | None = MAX_LR if MAX_LR.exists() else None
     json: bool = False
 
 
@@ -253,9 +259,13 @@ def probe(argv: Sequence[str]) -> None:
 
 def placements(argv: Sequence[str]) -> None:
     command = _parse(Placements, argv)
+    from normstudy import ramp
     from normstudy.placements import as_rows
 
-    rows = as_rows()
+    if command.layers < 1:
+        raise UserError(f"layers must be at least 1, not {command.layers}")
+    rates = ramp.rates(command.max_lr, command.layers) if command.max_lr else None
+    rows = as_rows(command.layers, rates)
     print(as_json(rows) if command.json else tables.markdown(rows))
 
 

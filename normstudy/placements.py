@@ -234,26 +234,57 @@ LEFT_OUT = {
 }
 
 
-def as_rows(layers: int = 48) -> list[dict[str, str]]:
-    """The table for people: name, equation, norms, constants and init at L blocks, source."""
+def as_rows(layers: int = 48, measured: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """The table for people, its numbers at so many blocks.
+
+    measured: {placement: max stable learning rate in words}, where there is one.
+    """
     rows = []
     for name, place in PLACEMENTS.items():
-        c = place.constants(layers)
-        rows.append(
-            {
-                "placement": name,
-                "the stream": place.text,
-                "final norm": "yes" if place.final_norm else "no",
-                f"alpha, beta at L = {layers}": f"{_words(c.alpha)}, {_words(c.beta)}",
-                "source": place.source,
-            }
-        )
+        kind = {"scale": " (ScaleNorm)", "dyt": " (DyT)"}.get(place.kind or "", "")
+        row = {
+            "placement": name,
+            "the stream": place.text,
+            "final norm": ("yes" if place.final_norm else "no") + kind,
+            f"c at L = {layers}": _numbers(place, layers),
+            f"init and Adam at L = {layers}": _scales(place, layers),
+        }
+        if measured is not None:
+            row[f"max stable LR at L = {layers}"] = measured.get(name, "-")
+        rows.append(row | {"source": place.source})
     return rows
 
 
 def row(name: str) -> Placement:
     """The row of that name. Raises UserError that lists the valid ones."""
     return PLACEMENTS[choose("placement", name, PLACEMENTS)]
+
+
+def _numbers(place: Placement, layers: int) -> str:
+    """What the equation multiplies by, where it is not 1: 'alpha 3.13', 'gain 0, learned'."""
+    found = []
+    for name, own in place.constants(layers)._asdict().items():
+        if name != "beta" and name not in place.gains and np.any(own != 1.0):
+            switch = " (1: there, 0: not)" if name in ("before", "after") else ""
+            found.append(f"{name} {_words(own)}{switch}")
+    for name, start in place.starts(layers).items():
+        how = "from a profile" if name == place.profiled else f"{start:.4g}"
+        found.append(f"{name} {how}, learned")
+    return "; ".join(found) or "-"
+
+
+def _scales(place: Placement, layers: int) -> str:
+    """Factors on the init as it is configured, and on Adam's numbers for the layers."""
+    factors: dict[str, list[str]] = {}
+    beta = place.constants(layers).beta
+    if beta != 1.0:
+        factors[_words(beta)] = ["v", "o", "up", "down"]
+    for role, own in place.init(layers).items():
+        factors.setdefault(_words(own), []).append(role)
+    found = [f"{' '.join(roles)} x {factor}" for factor, roles in factors.items()]
+    tuning = place.tuning(layers)._asdict()
+    found += [f"{name} x {_words(own)}" for name, own in tuning.items() if own != 1.0]
+    return "; ".join(found) or "-"
 
 
 def _words(number: float | np.ndarray) -> str:

@@ -6,11 +6,17 @@ Along a ramp the rate rises with every update until training fails. Source: Chen
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from normstudy.errors import UserError
 from normstudy.outcome import RULE, Rule, smooth
+
+Row = dict[str, Any]  # of max_lr.csv: placement, layers, seed, kind, max_stable_lr
 
 KINDS = {  # what a run says about its max stable LR: the sign before the number
     "failed": "",  # it is the number
@@ -74,3 +80,53 @@ def _end_of_last_stretch(condition: np.ndarray, longer_than: int) -> int | None:
     edges = np.flatnonzero(np.diff(np.concatenate([[False], condition, [False]]).astype(int)))
     ends = [int(end) for start, end in edges.reshape(-1, 2) if end - start > longer_than]
     return ends[-1] if ends else None
+
+
+def middle(rows: list[Row]) -> Row:
+    """The run in the middle of those that differ in seed; of an even number the lower one.
+
+    A run and no average: what never trained stands below every rate, a lower bound at its rate.
+    """
+    return sorted(rows, key=rank)[(len(rows) - 1) // 2]
+
+
+def rank(row: Row) -> tuple[float, bool]:
+    """What rows are ordered by: the rate, and at the same rate whether it is only a lower bound."""
+    return row["max_stable_lr"] or 0.0, row["kind"] == "survived"
+
+
+def tell(rows: list[Row]) -> str:
+    """'0.018', '>1' or 'none' of one run; of several the middle one, and extremes that differ."""
+    if not rows:
+        return ""
+    ordered = sorted(rows, key=rank)
+    ends = [_number(row) for row in (ordered[0], ordered[-1])]
+    own = _number(middle(rows))
+    return own if ends == [own, own] else f"{own} ({ends[0]} to {ends[1]})"
+
+
+def _number(row: Row) -> str:
+    sign, rate = ramp.KINDS[row["kind"]], row["max_stable_lr"]
+    return sign if rate is None else f"{sign}{rate:.2g}"
+
+
+def rates(path: Path, layers: int) -> dict[str, str]:
+    """{placement: its max stable rate at that depth in words}, from a max_lr.csv.
+
+    Raises UserError where the file cannot be read as one.
+    """
+    found: dict[str, list[Row]] = {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if int(row["layers"]) == layers:
+                    rate = float(row["max_stable_lr"]) if row["max_stable_lr"] else None
+                    row = {
+                        "kind": row["kind"],
+                        "max_stable_lr": rate,
+                        "placement": row["placement"],
+                    }
+                    found.setdefault(row["placement"], []).append(row)
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as the max_lr.csv of a ramp: {error!r}") from None
+    return {name: tell(own) for name, own in found.items()}

@@ -111,19 +111,19 @@ def rows(*rates: float | None) -> list[dict]:
 
 
 def test_middle_seed_is_a_run_and_never_an_average():
-    assert max_lr.middle(rows(0.3, 0.1, 0.2))["max_stable_lr"] == 0.2
-    assert max_lr.middle(rows(0.1, 0.4))["max_stable_lr"] == 0.1
-    assert max_lr.middle(rows(0.1, None, None))["max_stable_lr"] is None
+    assert ramp.middle(rows(0.3, 0.1, 0.2))["max_stable_lr"] == 0.2
+    assert ramp.middle(rows(0.1, 0.4))["max_stable_lr"] == 0.1
+    assert ramp.middle(rows(0.1, None, None))["max_stable_lr"] is None
 
 
 def test_told_are_bounds_and_what_never_trained():
     bound = {"max_stable_lr": 1.0, "kind": "survived"}
-    assert max_lr.tell(rows(0.0184)) == "0.018"
-    assert max_lr.tell(rows(None)) == "none"
-    assert max_lr.tell([bound]) == ">1"
-    assert max_lr.tell([*rows(0.2, None), bound]) == "0.2 (none to >1)"
-    assert max_lr.tell(rows(0.2, 0.2)) == "0.2"
-    assert max_lr.tell([]) == ""
+    assert ramp.tell(rows(0.0184)) == "0.018"
+    assert ramp.tell(rows(None)) == "none"
+    assert ramp.tell([bound]) == ">1"
+    assert ramp.tell([*rows(0.2, None), bound]) == "0.2 (none to >1)"
+    assert ramp.tell(rows(0.2, 0.2)) == "0.2"
+    assert ramp.tell([]) == ""
 
 
 def test_closing_table_is_placement_by_depth(table):

@@ -1,9 +1,14 @@
 """README.md says what the code does: its tables are generated, its example runs."""
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import tiny
+
+from normstudy import placements, programs, train, wiring
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,3 +43,19 @@ def test_every_path_that_it_names_exists():
     assert names
     missing = [name for name in names if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_example_of_a_new_placement_trains_and_is_wired_as_it_says(tmp_path, monkeypatch):
+    code = README.split("<!-- example -->\n```python\n")[1].split("```")[0]
+    (tmp_path / "my_placements.py").write_text(code, encoding="utf-8")  # a row reads its own source
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(placements.PLACEMENTS, "post-damped", raising=False)  # gone when this ends
+    importlib.import_module("my_placements")
+    place = placements.row("post-damped")
+    assert (place.text, place.skip_norms) == ("n.post(x + c.branch * f(x))", ("post",))
+    run = tiny.run(placement="post-damped")
+    result = train.train(run, tmp_path / "run")
+    assert result["steps_done"] == run.steps
+    state = programs.initial_state(run, programs.of(run)[0])
+    report = wiring.check_model(state.model, run.model, programs.standard_deviations(run))
+    assert report.agrees and report.sentences()[0].endswith("norm(1.414 x + f(x))")
