@@ -106,7 +106,7 @@ def tell(rows: list[Row]) -> str:
 
 
 def _number(row: Row) -> str:
-    sign, rate = ramp.KINDS[row["kind"]], row["max_stable_lr"]
+    sign, rate = KINDS[row["kind"]], row["max_stable_lr"]
     return sign if rate is None else f"{sign}{rate:.2g}"
 
 
@@ -121,12 +121,8 @@ def rates(path: Path, layers: int) -> dict[str, str]:
             for row in csv.DictReader(file):
                 if int(row["layers"]) == layers:
                     rate = float(row["max_stable_lr"]) if row["max_stable_lr"] else None
-                    row = {
-                        "kind": row["kind"],
-                        "max_stable_lr": rate,
-                        "placement": row["placement"],
-                    }
-                    found.setdefault(row["placement"], []).append(row)
+                    own = {"kind": row["kind"], "max_stable_lr": rate}
+                    found.setdefault(row["placement"], []).append(own)
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} cannot be read as the max_lr.csv of a ramp: {error!r}") from None
     return {name: tell(own) for name, own in found.items()}

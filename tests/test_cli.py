@@ -241,6 +241,26 @@ def test_placements_json_is_the_table(command):
     assert [row["placement"] for row in json.loads(out)] == list(PLACEMENTS)
 
 
+def test_placements_at_a_depth_say_its_numbers_and_what_was_measured_there(command, tmp_path):
+    rates = tmp_path / "max_lr.csv"
+    rates.write_text(
+        "placement,layers,seed,max_stable_lr,kind\npost,96,0,0.0123,failed\n"
+        "pre,96,0,1.0,survived\npost,12,0,0.5,failed\nkeel,96,0,,never trained\n",
+        encoding="utf-8",
+    )
+    argv = ("placements", "--json", "--layers", 96, "--max-lr", rates)
+    _, out, _ = command(cli.dispatch, *argv)
+    rows = {row["placement"]: row for row in json.loads(out)}
+    found = {
+        name: rows[name]["max stable LR at L = 96"] for name in ("post", "pre", "keel", "peri")
+    }
+    assert found == {"post": "0.012", "pre": ">1", "keel": "none", "peri": "-"}
+    assert rows["deepnorm"]["c at L = 96"] == "alpha 3.722"
+    assert rows["deepnorm"]["init and Adam at L = 96"] == "v o up down x 0.19"
+    found = command(cli.dispatch, "placements", "--max-lr", tmp_path / "none.csv")
+    assert_one_message(found, "none.csv cannot be read")
+
+
 def test_placements_prints_the_equations(command):
     code, out, _ = command(cli.dispatch, "placements")
     assert code == 0
