@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from pod import free_port
 
 HERE = Path(__file__).parent
 LIMIT = 150.0  # seconds for one process; a busy machine takes 20 to start and compile one
@@ -129,12 +130,6 @@ def wait_for(condition, limit: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < until, f"waited {limit:.0f} s for {what}"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("localhost", 0))
-        return own.getsockname()[1]
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
