@@ -7,6 +7,7 @@ its copy from there. file:///FOLDER is treated the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -68,6 +69,18 @@ def push(folder: Path) -> None:
         target = store / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
+
+
+@contextlib.contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Push once more at the end, when all files are closed; a store out of reach hides no error."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            push(folder)
+        raise
+    push(folder)
 
 
 def files(folder: Any, without: str = "") -> Iterator[Any]:

@@ -52,6 +52,7 @@ def run_arms(
     may_change: fields that may differ from those the folder was made with.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
+    Returns the logs of the chosen arms in process 0, none in the others: they may not see its files.
     """
     if together > 1 and base.probe.curvature:
         raise UserError("--curvature follows one run at a time: leave out --together")
@@ -90,7 +91,7 @@ def run_arms(
         say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
         train.together(group, may_change)
         done += len(group)
-    return [logs for logs in frames.load(out) if logs.name in chosen]
+    return [logs for logs in frames.load(out) if logs.name in chosen] if hosts.leads() else []
 
 
 def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str, Any]]:

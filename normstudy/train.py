@@ -189,6 +189,8 @@ def _loop(
     def last_words() -> None:
         for own in attempts_at:
             own.end("preempted", "before the next step: the last checkpoint counts")
+        for m in members if hosts.leads() else ():
+            remote.push(m.folder)
 
     def end(i: int, why: str) -> None:
         """The last checkpoint of a member, and its outcome."""
@@ -207,6 +209,7 @@ def _loop(
     with contextlib.ExitStack() as files:
         if hosts.leads():
             for m in members:
+                files.enter_context(remote.kept(m.folder))
                 files.enter_context(lock.held(m.folder))
             attempts_at = [files.enter_context(attempts.attempt(m.folder, begin)) for m in members]
         files.enter_context(preemption.at_work(last_words))

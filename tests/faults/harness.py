@@ -60,19 +60,29 @@ class World:
     def notes(self) -> Path:
         return self.path / "notes"
 
-    def start(self, *options: str, fault="none", devices=1, hosts=1, run=None) -> list[Process]:
-        """`normstudy train` in so many processes of so many devices each."""
+    def home(self, index: int) -> Path:
+        """The home folder of a process, where its run is kept in a store."""
+        return self.path / f"home-{index}"
+
+    def start(
+        self, *options: str, fault="none", devices=1, hosts=1, run=None, store=False
+    ) -> list[Process]:
+        """`normstudy train` in so many processes of so many devices each.
+
+        store: the run folder stands for a bucket, and each process has a home of its own.
+        """
         address, started = f"localhost:{free_port()}", []
-        self.notes.mkdir(exist_ok=True)
         for index in range(hosts):
-            command = [*TRAIN, "--out", str(run or self.run), *options]
+            own = {"HOME": str(self.home(index)), "XDG_CACHE_HOME": ""} if store else {}
+            out = f"file://{run or self.run}" if store else str(run or self.run)
+            command = [*TRAIN, "--out", out, *options]
             if hosts > 1:
                 command += ["--coordinator", address, "--num-processes", str(hosts)]
                 command += ["--process-id", str(index), "--heartbeat", str(HEARTBEAT)]
-            started.append(self.command(*command, fault=fault, devices=devices))
+            started.append(self.command(*command, fault=fault, devices=devices, **own))
         return started
 
-    def command(self, *command: str, fault="none", devices=1) -> Process:
+    def command(self, *command: str, fault="none", devices=1, **variables: str) -> Process:
         """normstudy COMMAND, with a fault in it."""
         self.count += 1
         self.notes.mkdir(exist_ok=True)
@@ -83,6 +93,7 @@ class World:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "FAULT_NOTES": str(self.notes),
+            **variables,
         }
         with log.open("w") as file:
             popen = subprocess.Popen(
@@ -170,6 +181,15 @@ def arrays(run: Path, step: int) -> dict[str, str]:
 
 def notes(world: World, name: str):
     return json.loads((world.notes / name).read_text())
+
+
+def board_steps(run: Path) -> list[int]:
+    """The steps that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tb"), size_guidance={"scalars": 0})
+    board.Reload()
+    return [event.step for event in board.Scalars("train/loss")]
 
 
 def outcome(run: Path) -> dict:

@@ -168,15 +168,7 @@ def test_F18_log_of_a_killed_run_has_every_step_once(world, whole):
     assert world.train("--checkpoint-every", "4") == [0]
     assert [row["step"] for row in rows(world.run)] == list(range(12))
     assert rows(world.run) == rows(whole())
-    assert board_steps(world.run / "tb") == list(range(12))
-
-
-def board_steps(folder) -> list[int]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    board.Reload()
-    return [event.step for event in board.Scalars("train/loss")]
+    assert harness.board_steps(world.run) == list(range(12))
 
 
 def test_F19_second_trainer_on_a_folder_is_refused_and_a_dead_one_s_lock_is_open(world):

@@ -54,6 +54,23 @@ def test_resumed_run_is_byte_equal_to_one_that_was_never_stopped(world, whole, h
     assert harness.attempts(world.run) == ["preempted", "done"]
 
 
+def test_run_of_two_homes_is_kept_in_a_store_by_process_0_and_resumes_byte_equal(world, whole):
+    """file:/// stands for gs://: nothing else is shared, and homes may get lost."""
+    both = {"hosts": 2, "store": True}
+    saved = stop_at(world, 5, **both)
+    assert len(rows(world.run)) == saved
+    assert harness.attempts(world.run) == ["preempted"]
+    shutil.rmtree(world.home(0))
+    assert world.train(**both) == [0, 0]
+    assert_as_whole(world.run, whole(hosts=2))
+    assert harness.attempts(world.run) == ["preempted", "done"]
+    assert harness.board_steps(world.run) == list(range(12))
+    copies = [world.home(index) / ".cache" / "normstudy" / "remote" for index in (0, 1)]
+    assert list(copies[0].rglob("metrics.jsonl")) and not list(copies[0].rglob("ckpt"))
+    assert not copies[1].exists()
+    assert world.command("verify", f"file://{world.run}").wait() == 0
+
+
 def test_F13_checkpoint_goes_on_on_any_layout_of_devices(world, tmp_path):
     """All leaves restored bit for bit, and the next losses are those of the layout before."""
     first = ("--data", "4", "--fsdp", "2")
