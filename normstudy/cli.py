@@ -272,7 +272,7 @@ def train(argv: Sequence[str]) -> None:
     loop.check(command.run)
     name = command.run.model.placement
     launch = command.options.launch
-    result = loop.train(command.run, out, name, launch.may_change)
+    result = loop.train(command.run, out, name, launch.may_change, launch.keep)
     if hosts.leads():
         print(f"{name}: {result['word']} (step {result['step']}): {result['why']}")
     if "not_finite" in result:

@@ -45,14 +45,16 @@ def run_arms(
     kind: str,
     together: int = 1,
     may_change: Collection[str] = (),
+    keep: int = 0,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
     together: so many runs as one program, of those that differ in seed, init and schedule alone.
     may_change: fields that may differ from those the folder was made with.
+    keep: so many of the newest checkpoints of each run stay; 0: all.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
-    Returns the logs of the chosen arms in process 0, none in the others: they may not see its files.
+    Returns the logs of the chosen arms in process 0, none in others: they may not see its files.
     """
     if together > 1 and base.probe.curvature:
         raise UserError("--curvature follows one run at a time: leave out --together")
@@ -89,7 +91,7 @@ def run_arms(
     for group in _groups(waiting, together):
         what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
         say(f"[{done + 1}/{len(waiting)}] {what}{_eta(began, done, len(waiting) - done)}")
-        train.together(group, may_change)
+        train.together(group, may_change, keep)
         done += len(group)
     return [logs for logs in frames.load(out) if logs.name in chosen] if hosts.leads() else []
 

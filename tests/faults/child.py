@@ -2,7 +2,7 @@
 
 Nothing is faked: the process really sleeps, really computes on not-a-number, really may write no
 more. FAULT: none, or some of these with commas between them:
-  sleep:PLACE[:SECONDS]   in compile, probe, eval, save or seal, the first time it comes there
+  sleep:PLACE[:SECONDS]   in compile, probe, eval, save, seal or delete, the first time
   stuck:PROCESS:STEP      this process sleeps in Python when it logs this step
   slow:SECONDS            every step takes so much longer
   poison:STEP             the gradients of this step are not numbers
@@ -68,6 +68,7 @@ def sleep(place: str, seconds: str = "1000") -> None:
         "eval": (train, "_result"),
         "save": (checkpoint.Saver, "_finish"),
         "seal": (manifest, "write"),
+        "delete": (checkpoint, "_delete"),  # of an older step, when the next is sealed
     }[place]
     before(owner, name, once)
 

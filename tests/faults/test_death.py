@@ -74,6 +74,21 @@ def test_F4_step_that_orbax_finished_and_we_did_not_seal_does_not_count(world, w
     assert harness.attempts(world.run) == ["lost", "done"]
 
 
+def test_F22_kill_between_a_seal_and_the_deletion_of_older_steps_loses_neither(world, whole):
+    keep = ("--keep", "1")
+    (process,) = world.start(*keep, fault="sleep:delete")
+    world.reached("delete")
+    assert harness.steps(world.run) == [3, 6] and sealed(world.run, 3) and sealed(world.run, 6)
+    process.send(KILL)
+    process.wait()
+    assert world.command("verify", str(world.run)).wait() == 0
+    assert world.train(*keep) == [0]
+    assert harness.steps(world.run) == [12]
+    assert rows(world.run) == rows(whole())
+    assert harness.arrays(world.run, 12) == harness.arrays(whole(), 12)
+    assert world.command("verify", str(world.run)).wait() == 0
+
+
 def test_F5_SIGTERM_saves_at_the_next_step_and_says_75(world):
     (process,) = world.start(fault="slow:0.5")
     world.reached("step-4")

@@ -54,7 +54,7 @@ def test_resumed_run_is_byte_equal_to_one_that_was_never_stopped(world, whole, h
     assert harness.attempts(world.run) == ["preempted", "done"]
 
 
-def test_run_of_two_homes_is_kept_in_a_store_by_process_0_and_resumes_byte_equal(world, whole):
+def test_F21_run_of_two_homes_is_kept_in_a_store_by_process_0_and_resumes_byte_equal(world, whole):
     """file:/// stands for gs://: nothing else is shared, and homes may get lost."""
     both = {"hosts": 2, "store": True}
     saved = stop_at(world, 5, **both)
