@@ -8,6 +8,7 @@ more. FAULT: none, or some of these with commas between them:
   poison:STEP             the gradients of this step are not numbers
   full:BYTES[:STEP]       no file may grow beyond these bytes, until this step is logged
   tell                    leaves word of what was restored, what was drawn, who got which rows
+  leave:WHEN              ends with 0 when parameters are drawn, or when the first step is logged
 A note that a place was reached is left as $FAULT_NOTES/PLACE.
 """
 
@@ -50,6 +51,18 @@ def before(owner, name, do) -> None:
     def wrapped(*args, **kwargs):
         do(*args, **kwargs)
         return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner, name, do) -> None:
+    """Call do(result, *arguments) after owner.name, every time."""
+    original = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        result = original(*args, **kwargs)
+        do(result, *args)
+        return result
 
     setattr(owner, name, wrapped)
 
@@ -154,16 +167,6 @@ def tell() -> None:
             }
         )
 
-    def after(owner, name, do):
-        original = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
-            result = original(*args, **kwargs)
-            do(result, *args)
-            return result
-
-        setattr(owner, name, wrapped)
-
     rows: list = []
 
     def record_rows(array, devices, batch):
@@ -178,6 +181,16 @@ def tell() -> None:
     after(mesh, "put_batch", record_rows)
 
 
+def leave(when: str) -> None:
+    """Nothing more is compiled than what comes before."""
+    from normstudy import programs
+
+    if when == "logged":
+        at_each_row(lambda step: sys.exit(0))
+    else:
+        after(programs, "initial_state", lambda *_: sys.exit(0))
+
+
 MAKERS = {
     "none": lambda: None,
     "sleep": sleep,
@@ -185,6 +198,7 @@ MAKERS = {
     "stuck": stuck,
     "poison": poison,
     "full": full,
+    "leave": leave,
     "tell": tell,
 }
 
