@@ -89,6 +89,18 @@ def test_run_in_a_store_goes_on_from_another_machine(store, finished, monkeypatc
     assert checkpoint.steps(copy) == [3, 6, 8]
 
 
+def test_store_out_of_reach_at_the_end_hides_no_other_error_and_is_one_itself(store, monkeypatch):
+    def refused(folder):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(remote, "push", refused)
+    folder = remote.local(Path(store[0]))
+    with pytest.raises(Interrupted), remote.kept(folder):
+        raise Interrupted("here")
+    with pytest.raises(PermissionError), remote.kept(folder):
+        pass
+
+
 @pytest.mark.parametrize("below", ["", "/ckpt", "/ckpt/8"])
 def test_checkpoint_in_a_store_can_be_named_as_one_here_can(store, finished, below):
     url, kept = store
