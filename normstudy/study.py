@@ -71,6 +71,7 @@ def run_arms(
     hosts.meet_in(out)
     hosts.first(lambda: remote.pull(out))
     hosts.first(lambda: record.open_folder(out, identity, kind, may_change))
+    hosts.first(lambda: remote.push(out / record.CONFIG))  # runs keep their own folders alone
     say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
     devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
     say(f"mesh: {mesh.describe(devices)}")
