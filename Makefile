@@ -43,7 +43,7 @@ figures: install
 # in an environment of its own: where libtpu is, every process looks for a TPU first
 fault:
 	$(MAKE) install VENV=.venv-fault EXTRAS=test,aot
-	.venv-fault/bin/python -m pytest -m fault $(ARGS)
+	.venv-fault/bin/python -m pytest -n 2 --dist loadgroup -m fault $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -53,6 +53,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck -P SCRIPTDIR tpu_scripts/*.sh tpu_scripts/slurm.sbatch \
+	  tests/fake_bin/uv tests/fake_bin/sudo .ci/run
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -311,7 +311,7 @@ def main(argv: Sequence[str]) -> None:
     runtime.start(launch=options.launch)
     study.run_arms(
         base, arms, chosen, options.seeds, options.out, KIND, options.together,
-        options.launch.may_change, options.part, numbered=False,
+        options.launch.may_change, options.part, numbered=False, keep=options.launch.keep,
     )  # fmt: skip
     if not hosts.leads():
         return

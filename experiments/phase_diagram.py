@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> None:
     runtime.start(launch=grid.launch)
     study.run_arms(
         base, arms, chosen, grid.seeds, grid.out, phases.KIND, grid.together,
-        grid.launch.may_change, grid.part, numbered=False,
+        grid.launch.may_change, grid.part, numbered=False, keep=grid.launch.keep,
     )  # fmt: skip
     if not hosts.leads():
         return

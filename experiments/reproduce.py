@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     runtime.start(launch=options.launch)
     study.run_arms(
         base, ARMS, chosen, options.seeds, options.out, "reproduction",
-        options.together, options.launch.may_change, options.part,
+        options.together, options.launch.may_change, options.part, keep=options.launch.keep,
     )  # fmt: skip
     if not hosts.leads():
         return

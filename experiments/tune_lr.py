@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     runtime.start(launch=options.launch)
     study.run_arms(
         base, ARMS, chosen, options.seeds, options.out, "learning-rate grid",
-        options.together, options.launch.may_change, options.part,
+        options.together, options.launch.may_change, options.part, keep=options.launch.keep,
     )  # fmt: skip
     if not hosts.leads():
         return

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Attempt:
         self.number = len({row["attempt"] for row in before}) + 1
         self.journal = record.Journal(path)
         if before and "how" not in before[-1]:
-            self.journal.write({"attempt": before[-1]["attempt"], **LOST})
+            lost = {"attempt": before[-1]["attempt"], **LOST}
+            self.journal.write(lost | {"seconds": _logged_since(folder, before[-1]["from_step"])})
         self.began = time.time()
         self.over = False
         self.journal.write(
@@ -66,10 +67,36 @@ def attempt(folder: Path, begin: int) -> Iterator[Attempt]:
         own.end("done")
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read(folder: Any) -> list[dict[str, Any]]:
     """The rows: of each attempt one when it began, and one with "how" when it ended."""
     path = folder / NAME
     return record.read_lines(path) if path.exists() else []
+
+
+def goodput(folder: Any) -> float | None:
+    """Share of the time of all attempts on a run, or on the runs of a study, that went into steps
+    that count: not into compiling (the first step of an attempt), saving, evaluating, nor into
+    steps that were done again. None: nothing is known yet.
+
+    folder: a path here or on an object store. An attempt without an end lasted to its last row.
+    """
+    counted = wall = 0.0
+    for own in [folder, *folder.glob("arms/*/*")]:
+        rows = read(own)
+        begun = [row["from_step"] for row in rows if "from_step" in row]
+        wall += sum(row.get("seconds", 0) for row in rows)
+        if rows and "how" not in rows[-1]:
+            wall += _logged_since(own, begun[-1])
+        counted += _logged_since(own, 0, without=begun)
+    return counted / wall if wall else None
+
+
+def _logged_since(folder: Any, step: int, without: Sequence[int] = ()) -> float:
+    """Seconds of the rows of metrics.jsonl from a step on."""
+    path = folder / record.METRICS
+    rows = record.read_rows(path) if path.exists() else []
+    wanted = (row for row in rows if row["step"] >= step and row["step"] not in without)
+    return round(sum((row.get("seconds", 0) for row in wanted), 0.0), 3)
 
 
 def _now() -> str:

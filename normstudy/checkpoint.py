@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,15 @@ class Saver:
 
     A save that fails is told when the next one begins, which tries again with the state of then.
     Raises NotSaved at the end when the last one failed. about: goes into every manifest.
+    keep: so many of the newest stay, older ones are deleted once a newer one is sealed; 0: all.
     """
 
-    def __init__(self, run_folder: Path, about: dict[str, Any]):
-        self.run_folder, self.about = run_folder, about
+    def __init__(self, run_folder: Path, about: dict[str, Any], keep: int = 0):
+        self.run_folder, self.about, self.keep = run_folder, about, keep
+        self.newest = hosts.first(self._begin)
         self.checkpointer = _open(run_folder, cleanup_tmp_directories=True)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[int, concurrent.futures.Future[None]] | None = None
-        self.newest = hosts.first(lambda: latest(run_folder))
         self.failed = ""
 
     def save(self, step: int, state: Any) -> None:
@@ -90,6 +92,11 @@ class Saver:
         if self.failed and kind is None:
             raise NotSaved(self.failed)
 
+    def _begin(self) -> int | None:
+        """Delete what a kill left; the newest step."""
+        self._delete_older()
+        return latest(self.run_folder)
+
     def _finish(self, step: int, response: Any) -> None:
         """Wait until orbax is done, then seal the step."""
         try:
@@ -98,8 +105,18 @@ class Saver:
             if hosts.leads():
                 remote.push(self.run_folder)  # a sound step has the logs that led to it
                 manifest.write(_folder(self.run_folder) / str(step), {"step": step, **self.about})
+                self._delete_older()
         finally:
             preemption.saving(-1)
+
+    def _delete_older(self) -> None:
+        """Called when the newest step is sealed, and sound."""
+        try:
+            shutil.rmtree(self.run_folder / FOLDER / "deleted", ignore_errors=True)
+            for step in steps(self.run_folder)[: -self.keep] if self.keep else ():
+                _delete(_folder(self.run_folder) / str(step))
+        except OSError as error:
+            say(f"older checkpoints of {self.run_folder} could not be deleted: {error}")
 
     def _fail(self, step: int, error: Exception) -> None:
         last = "there is none yet" if self.newest is None else f"the last one is {self.newest}"
@@ -201,6 +218,18 @@ def locate(path: Path, step: int | None) -> tuple[Path, int]:
 def _folder(run_folder: Path) -> Any:
     """Where the steps are: a path here or on an object store."""
     return remote.home(run_folder) / FOLDER
+
+
+def _delete(step_folder: Any) -> None:
+    """Delete a step so that a kill in the midst of it leaves none that looks damaged."""
+    if isinstance(step_folder, Path):
+        aside = step_folder.parent / "deleted"
+        aside.mkdir(exist_ok=True)
+        step_folder.rename(aside / step_folder.name)
+        shutil.rmtree(aside)
+    else:  # a store renames by copying: here it is the manifest that makes a step count
+        (step_folder / manifest.NAME).unlink(missing_ok=True)
+        step_folder.rmtree()
 
 
 def _open(run_folder: Path, **options: Any) -> ocp.training.Checkpointer:

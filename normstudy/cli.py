@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from normstudy import config, frames, measured, remote, tables, topologies
+from normstudy import attempts, config, frames, measured, remote, tables, topologies
 from normstudy.errors import Damaged, Interrupted, NotFinite, Preempted, UserError, choose
 from normstudy.progress import say
 from normstudy.record import plain
@@ -139,6 +139,7 @@ def show(rows: list[dict[str, Any]], study: Study) -> None:
         print((study.out / "summary.json").read_text(encoding="utf-8"), end="")
     else:
         print(tables.text(frames.closing_table(rows)))
+    _say_goodput(study.out)
     if study.draw:
         say(f"report: {study.out / 'report.html'}")
 
@@ -311,9 +312,10 @@ def train(argv: Sequence[str]) -> None:
     loop.check(command.run)
     name = command.run.model.placement
     launch = command.options.launch
-    result = loop.train(command.run, out, name, launch.may_change)
+    result = loop.train(command.run, out, name, launch.may_change, launch.keep)
     if hosts.leads():
         print(f"{name}: {result['word']} (step {result['step']}): {result['why']}")
+        _say_goodput(out)
     if "not_finite" in result:
         raise NotFinite(f"{out} holds what is known of it, and the last checkpoint")
 
@@ -330,11 +332,13 @@ def verify(argv: Sequence[str]) -> None:
     command = _parse(Verify, argv)
     from normstudy import manifest
 
-    rows = manifest.look_at_all(remote.home(remote.local(command.path)))
+    folder = remote.home(remote.local(command.path))
+    rows = manifest.look_at_all(folder)
     print(as_json(rows) if command.json else tables.text(rows))
     damaged = [row["checkpoint"] for row in rows if row["problem"]]
     if damaged:
         raise Damaged(f"{len(damaged)} of {len(rows)} are not what was saved")
+    _say_goodput(folder)
 
 
 COMMANDS = {
@@ -370,6 +374,12 @@ def main() -> None:
 def as_json(value: Any) -> str:
     """Indented JSON; numbers that JSON lacks (nan, inf) as strings."""
     return json.dumps(plain(value), indent=2, allow_nan=False)
+
+
+def _say_goodput(folder: Any) -> None:
+    share = attempts.goodput(folder)
+    if share is not None:
+        say(f"goodput: {share:.0%} of the time of all attempts went into steps that count")
 
 
 def _parse(kind: Any, argv: Sequence[str]) -> Any:

@@ -154,12 +154,13 @@ class Launch:
     join_timeout: int = 300  # seconds in which all must have come, or gone at the end
     heartbeat: int = 100  # seconds without a word after which a process counts as lost
     watchdog: int = 1800  # seconds without a step after which stacks are printed, exit 1; 0: never
+    keep: int = 0  # newest checkpoints of a run that stay; 0: all
     allow_config_change: str = ""  # fields that may differ from the folder's, e.g. lr,steps
     allow_unsafe_rng: bool = False  # random numbers that may depend on the mesh
 
     def __post_init__(self):
         _positive(self, "join_timeout", "heartbeat")
-        _not_negative(self, "watchdog")
+        _not_negative(self, "watchdog", "keep")
         for name in self.may_change:
             choose("field in --allow-config-change:", name, fields_of(Run()))
 

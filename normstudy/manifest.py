@@ -53,7 +53,11 @@ def look(folder: Any) -> Found:
     """Read every file of a step again."""
     path = folder / NAME
     if not path.exists():
-        return Found("it was never finished (no manifest: killed while it was being saved?)", 0, 0)
+        return Found(
+            "it was never finished (no manifest: killed while it was being saved, or deleted?)",
+            0,
+            0,
+        )
     try:
         sealed = json.loads(path.read_text())["files"]
         size = sum(own["bytes"] for own in sealed.values())

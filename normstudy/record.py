@@ -140,15 +140,15 @@ class Journal:
         self.file.close()
 
 
-def read_lines(path: Path, fault: Callable[[dict, dict], str] = lambda row, before: "") -> list:
+def read_lines(path: Any, fault: Callable[[dict, dict], str] = lambda row, before: "") -> list:
     """Rows of a JSONL file. A torn last line (a killed writer) is left out.
 
-    fault: what is wrong with a row, given the one before it ({} at first). Raises UserError that
-    names file and line when one is damaged.
+    path: here or on an object store. fault: what is wrong with a row, given the one before it ({}
+    at first). Raises UserError that names file and line when one is damaged.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; is {path.parent} a run folder?")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_bytes().decode("utf-8", errors="replace")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
@@ -166,7 +166,7 @@ def read_lines(path: Path, fault: Callable[[dict, dict], str] = lambda row, befo
     return rows
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Any) -> list[dict[str, Any]]:
     """Rows of a log, each with a step, in order. As `read_lines`."""
 
     def fault(row: dict[str, Any], before: dict[str, Any]) -> str:

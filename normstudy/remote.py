@@ -7,6 +7,7 @@ its copy from there. file:///FOLDER is treated the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -59,15 +60,26 @@ def pull(folder: Path) -> None:
             target.write_bytes(path.read_bytes())
 
 
-def push(folder: Path) -> None:
-    """Copy what was written under a local copy to the store; nothing for a folder that is none."""
-    store = home(folder)
-    if store == folder:
+def push(written: Path) -> None:
+    """Copy a file of a local copy, or all under it, to the store; nothing where there is none."""
+    if home(written) == written:
         return
-    for path in files(folder, without=CHECKPOINTS):
-        target = store / path.relative_to(folder)
+    for path in files(written, without=CHECKPOINTS) if written.is_dir() else [written]:
+        target = home(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
+
+
+@contextlib.contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Push once more at the end, when all files are closed; a store out of reach hides no error."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            push(folder)
+        raise
+    push(folder)
 
 
 def files(folder: Any, without: str = "") -> Iterator[Any]:

@@ -48,6 +48,7 @@ def run_arms(
     may_change: Collection[str] = (),
     shard: tuple[int, int] = (0, 1),
     numbered: bool = True,
+    keep: int = 0,
 ) -> list[Logs]:
     """Run the chosen arms for seeds base.seed .. base.seed + seeds - 1 under OUT/arms.
 
@@ -55,8 +56,10 @@ def run_arms(
     may_change: fields that may differ from those the folder was made with.
     shard: (i, n): every n-th run alone, from the i-th (from 0) on; other machines take the others.
     numbered: folders are numbered as the arms; False where other arms may come between them later.
+    keep: so many of the newest checkpoints of each run stay; 0: all.
     A finished arm is skipped, an interrupted one goes on from its checkpoint. Everything is
     checked before the first step: raises UserError for an unknown arm or a config that cannot run.
+    Returns the logs of the chosen arms in process 0, none in others: they may not see its files.
     """
     if together > 1 and base.probe.curvature:
         raise UserError("--curvature follows one run at a time: leave out --together")
@@ -76,6 +79,7 @@ def run_arms(
     hosts.meet_in(out)
     hosts.first(lambda: remote.pull(out))
     hosts.first(lambda: record.open_folder(out, identity, kind, may_change))
+    hosts.first(lambda: remote.push(out / record.CONFIG))  # runs keep their own folders alone
     say(corpus.describe(text, base.data.val_fraction, base.model.vocab))
     devices = mesh.make(base.mesh, base.data.batch, base.probe.probe_batch)
     say(f"mesh: {mesh.describe(devices)}")
@@ -96,9 +100,9 @@ def run_arms(
     for group in _groups(waiting, together):
         what = ", ".join(f"{job.name} seed {job.run.seed}" for job in group)
         say(f"[{len(done) + 1}/{len(waiting)}] {what}{_eta(began, done, waiting)}")
-        train.together(group, may_change)
+        train.together(group, may_change, keep)
         done += group
-    return [logs for logs in frames.load(out) if logs.name in chosen]
+    return [logs for logs in frames.load(out) if logs.name in chosen] if hosts.leads() else []
 
 
 def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str, Any]]:

@@ -77,14 +77,21 @@ class Member(NamedTuple):
 
 
 def train(
-    run: config.Run, folder: Path, name: str = "run", may_change: Collection[str] = ()
+    run: config.Run,
+    folder: Path,
+    name: str = "run",
+    may_change: Collection[str] = (),
+    keep: int = 0,
 ) -> dict[str, Any]:
     """Run to the end, or on from the newest checkpoint, and return what outcome.json holds.
+
+    may_change: fields that may differ from those the folder was made with. keep: so many of the
+    newest checkpoints stay; 0: all.
 
     Raises UserError for a folder that is not this run's or that another process trains in,
     Interrupted after Ctrl-C and Preempted after SIGTERM (all is saved), NotSaved.
     """
-    return together([Member(run, folder, name)], may_change)[0]
+    return together([Member(run, folder, name)], may_change, keep)[0]
 
 
 def shared(run: config.Run) -> config.Run:
@@ -92,13 +99,16 @@ def shared(run: config.Run) -> config.Run:
     return dataclasses.replace(run, seed=0, init=config.Init(), optim=optim.static_part(run.optim))
 
 
-def together(members: Sequence[Member], may_change: Collection[str] = ()) -> list[dict[str, Any]]:
+def together(
+    members: Sequence[Member], may_change: Collection[str] = (), keep: int = 0
+) -> list[dict[str, Any]]:
     """Train runs that differ in seed, initial scales and schedule alone, one program for all.
 
     Each writes its own folder as it would alone, and ends for itself; one whose loss or gradient
     is no longer finite stays as it was and touches no other. What runs alone is split over the
     data axis, what runs together has its members on it (see programs.Ensemble): the numbers agree
-    to float32 rounding. Raises as `train`, and ValueError for runs that share too little.
+    to float32 rounding. Options and errors as of `train`, and ValueError for runs that share too
+    little.
     """
     if len({shared(member.run) for member in members}) > 1:
         raise ValueError("these runs differ in more than seed, init and schedule")
@@ -116,7 +126,7 @@ def together(members: Sequence[Member], may_change: Collection[str] = ()) -> lis
         else:
             waiting.setdefault(found, []).append(member)
     for begin, group in waiting.items():
-        results |= _loop(group, begin, feed, compiled, devices)
+        results |= _loop(group, begin, feed, compiled, devices, keep)
     return [results[member.folder] for member in members]
 
 
@@ -140,6 +150,7 @@ def _loop(
     feed: data.Feed,
     compiled: programs.Programs,
     devices: jax.sharding.Mesh,
+    keep: int,
 ) -> dict[Path, dict[str, Any]]:
     """Steps begin..end of all members at once: {folder: result}.
 
@@ -196,6 +207,8 @@ def _loop(
     def last_words() -> None:
         for own in attempts_at:
             own.end("preempted", "before the next step: the last checkpoint counts")
+        for m in members if hosts.leads() else ():
+            remote.push(m.folder)
 
     def end(i: int, why: str) -> None:
         """The last checkpoint of a member, and its outcome."""
@@ -214,11 +227,13 @@ def _loop(
     with contextlib.ExitStack() as files:
         if hosts.leads():
             for m in members:
+                files.enter_context(remote.kept(m.folder))
                 files.enter_context(lock.held(m.folder))
             attempts_at = [files.enter_context(attempts.attempt(m.folder, begin)) for m in members]
         files.enter_context(preemption.at_work(last_words))
         savers = [
-            files.enter_context(checkpoint.Saver(m.folder, {"seed": m.run.seed})) for m in members
+            files.enter_context(checkpoint.Saver(m.folder, {"seed": m.run.seed}, keep))
+            for m in members
         ]
         logs = [files.enter_context(RunLog(m.folder, m.run, begin)) for m in members]
         tokens = len(members) * run.data.batch * run.model.context

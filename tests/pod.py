@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -132,7 +133,13 @@ def wait_for(what: Callable[[], Any], limit_s: float = 20) -> Any:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    """A port of this machine that nobody listens on.
+
+    Below those that Linux lends to whoever connects (from 32768 on): one of these may be lent again
+    before the process that is told of it listens.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("localhost", port))
+            return port

@@ -1,6 +1,7 @@
 """Checkpoints: the same bits back, on any mesh; what is wrong is named."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 import tiny
 from orbax.checkpoint import v1 as ocp
 
-from normstudy import checkpoint, config, programs
+from normstudy import checkpoint, config, manifest, programs, remote
 from normstudy.errors import UserError
 
 
@@ -77,6 +78,62 @@ def test_saving_a_step_again_keeps_the_first(saved, wide):
     checkpoint.save(folder, 7, jax.tree.map(lambda leaf: leaf * 0, state))
     found = checkpoint.restore(folder, 7, programs.of(wide["mixed"])[0].abstract)
     tiny.assert_bit_equal(found, state)
+
+
+def saved_one_after_the_other(folder, steps, **options):
+    """The steps that are there after each save."""
+    found = []
+    with checkpoint.Saver(folder, {}, **options) as saver:
+        for step in steps:
+            saver.save(step, {"w": jnp.full(3, step)})
+            saver.settle()
+            found.append(checkpoint.steps(folder))
+    return found
+
+
+def problems(folder):
+    return [row["problem"] for row in manifest.look_at_all(remote.home(folder))]
+
+
+def test_newest_checkpoints_stay_and_older_ones_go_once_the_next_is_sealed(tmp_path):
+    found = saved_one_after_the_other(tmp_path, (1, 2, 3, 4), keep=2)
+    assert found == [[1], [1, 2], [2, 3], [3, 4]]
+    assert problems(tmp_path) == ["", ""] and not (tmp_path / "ckpt" / "deleted").exists()
+    assert saved_one_after_the_other(tmp_path, (5, 6)) == [[3, 4, 5], [3, 4, 5, 6]]
+
+
+def test_half_deleted_checkpoint_is_out_of_sight_and_gone_after_the_next_start(
+    tmp_path, monkeypatch
+):
+    with monkeypatch.context() as killed:
+        killed.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+        assert saved_one_after_the_other(tmp_path, (1, 2), keep=1) == [[1], [2]]
+    assert (tmp_path / "ckpt" / "deleted" / "1").exists() and problems(tmp_path) == [""]
+    saved_one_after_the_other(tmp_path, (), keep=1)
+    assert not (tmp_path / "ckpt" / "deleted").exists() and checkpoint.steps(tmp_path) == [2]
+
+
+def test_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(tmp_path, monkeypatch, capsys):
+    def refused(folder):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(checkpoint, "_delete", refused)
+    assert saved_one_after_the_other(tmp_path, (1, 2), keep=1) == [[1], [1, 2]]
+    assert (
+        problems(tmp_path) == ["", ""]
+        and "could not be deleted: not yours" in capsys.readouterr().err
+    )
+
+
+def test_older_checkpoints_in_a_store_go_too_and_half_deleted_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_stores", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, kept = remote.local(Path(f"file://{tmp_path}/bucket")), tmp_path / "bucket" / "ckpt"
+    folder.mkdir(parents=True)
+    assert saved_one_after_the_other(folder, (1, 2, 3), keep=2) == [[1], [1, 2], [2, 3]]
+    (kept / "2" / manifest.NAME).unlink()  # as a kill leaves it
+    assert saved_one_after_the_other(folder, (4,), keep=1) == [[4]]
+    assert [own.name for own in kept.iterdir()] == ["4"] and problems(folder) == [""]
 
 
 def test_saving_an_older_step_is_never_skipped_in_silence(tmp_path):

@@ -282,3 +282,4 @@ def test_study_prints_the_closing_table(drawn_study, capsys):
     lines = printed.out.splitlines()
     assert len(lines) == 4 and lines[0].startswith("arm") and lines[2].startswith("post/blows-up")
     assert str(out / "report.html") in printed.err
+    assert "% of the time of all attempts went into steps that count" in printed.err

@@ -1,5 +1,6 @@
 """Who holds what, and meshes that do not fit."""
 
+import functools
 import re
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from normstudy import config, mesh, programs
+from normstudy import config, mesh, optim, programs
 from normstudy.errors import UserError
 
 ROW, COLUMN = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
@@ -140,3 +141,51 @@ def test_devices_meet_once_a_step_and_not_for_every_layer():
         (inside,) = re.findall(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)
         assert "all-reduce" not in inside
     assert "all-reduce" in text
+
+
+LAYOUTS = {
+    "1 device": {"data": 1},
+    "data 2": {"data": 2},
+    "data 8": {"data": 8},
+    "fsdp 8": {"data": 1, "fsdp": 8},
+    "tensor 8": {"data": 1, "tensor": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def on_layout(wide):
+    """(mesh, parameters as drawn, gradients of one batch) on a layout of 1, 2 or 8 devices."""
+    run = wide["data"]
+
+    def of(axes):
+        number = int(np.prod(list(axes.values())))
+        devices = mesh.make(config.Mesh(**axes), 8, 8, jax.devices()[:number])
+        state = programs.initial_state(run, programs.on(run, devices))
+        transform = optim.direction(optim.static_part(run.optim))
+        update = functools.partial(programs.update, transform=transform, devices=devices)
+        batch = mesh.put_batch(devices, np.asarray(tiny.tokens(run.model, 8)))
+        gradients = jax.jit(lambda *args: update(*args)[2][0])(state, batch, 0.01)
+        return devices, state.model, gradients
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def on_one(on_layout):
+    return on_layout(LAYOUTS["1 device"])
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+def test_on_1_2_and_8_devices_parameters_are_bit_equal_and_gradients_agree_to_2e_5_of_their_largest(
+    name, on_one, on_layout
+):
+    """Split by data, fsdp and tensor; see also F14 (in processes) of tests/faults."""
+    devices, model, gradients = on_layout(LAYOUTS[name])
+    assert devices.size == int(name[-1]) and on_one[0].size == 1
+    split = not name.startswith("data")
+    assert model.layers.mlp.f.up[...].sharding.is_fully_replicated != split
+    tiny.assert_bit_equal(model, on_one[1])
+    expected = tiny.leaves(on_one[2])
+    for path, leaf in tiny.leaves(gradients).items():
+        # float32 sums of another order; 7e-7 was found
+        assert abs(leaf - expected[path]).max() < 2e-5 * abs(expected[path]).max(), path

@@ -35,15 +35,20 @@ def preempt(pod, worker):
 
 
 def test_a_study_on_two_processes_is_preempted_twice_and_comes_to_its_end(two):
+    """Each has a home of its own, and file:/// stands for gs://: they share nothing else."""
+    out = f"file://{two.out}"
     study = ["python", "experiments/reproduce.py", "--preset", "smoke", "--layers", 2, "--steps", 5,
-             "--arms", "post+warmup", "--warmup", 1, "--no-draw", "--out", two.out]  # fmt: skip
+             "--arms", "post+warmup", "--warmup", 1, "--no-draw", "--out", out]  # fmt: skip
     running = two.start("supervise.sh", "--retries", 0, "--", *study)
     for attempt, worker in enumerate([1, 0]):
         # they have met, and the first step is being compiled
-        wait_for(lambda attempt=attempt: "mesh: " in "".join(attempt_logs(two)[attempt:]), 90)
+        wait_for(lambda attempt=attempt: "mesh: " in "".join(attempt_logs(two)[attempt:]), 240)
         preempt(two, worker)
-    ran = ended(running, limit_s=240)
+    ran = ended(running, limit_s=400)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [attempt["exit_code"] for attempt in two.attempts()] == [75, 75, 0]
     (metrics,) = two.out.glob("arms/*/seed0/metrics.jsonl")
+    assert (two.out / "summary.md").exists()
+    copies = [home / ".cache" / "normstudy" / "remote" for home in two.homes]
+    assert [copy.exists() for copy in copies] == [True, False]  # process 0 alone writes
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(5))

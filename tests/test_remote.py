@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny
 from etils import epath
 
-from normstudy import checkpoint, cli, manifest, record, remote, train
+from normstudy import checkpoint, cli, manifest, record, remote, study, train
 from normstudy.errors import Interrupted, UserError
 
 
@@ -87,6 +88,33 @@ def test_run_in_a_store_goes_on_from_another_machine(store, finished, monkeypatc
     ]
     assert without_clock[0] == without_clock[1]
     assert checkpoint.steps(copy) == [3, 6, 8]
+
+
+def test_study_in_a_store_that_ended_early_is_known_again_there(store, monkeypatch):
+    copy = remote.local(Path(store[0]))
+
+    def ends(*_):
+        raise Interrupted("here")
+
+    monkeypatch.setattr(train, "together", ends)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            study.run_arms(tiny.run(), tiny.ARMS, ["post"], 1, copy, "test")
+        assert names(store[1]) == {"config.json"}
+        (store[1] / "arms").mkdir(exist_ok=True)  # as a run leaves it
+        shutil.rmtree(copy)
+
+
+def test_store_out_of_reach_at_the_end_hides_no_other_error_and_is_one_itself(store, monkeypatch):
+    def refused(folder):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(remote, "push", refused)
+    folder = remote.local(Path(store[0]))
+    with pytest.raises(Interrupted), remote.kept(folder):
+        raise Interrupted("here")
+    with pytest.raises(PermissionError), remote.kept(folder):
+        pass
 
 
 @pytest.mark.parametrize("below", ["", "/ckpt", "/ckpt/8"])

@@ -135,7 +135,7 @@ def experiment(name: str) -> Any:
     return module
 
 
-def python(*args: str, limit_s: float = 240) -> subprocess.CompletedProcess:
+def python(*args: str, limit_s: float = 600) -> subprocess.CompletedProcess:
     """This interpreter on the checkout, in a process of its own; killed by its pid at the limit."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)

@@ -2,12 +2,13 @@
 
 Nothing is faked: the process really sleeps, really computes on not-a-number, really may write no
 more. FAULT: none, or some of these with commas between them:
-  sleep:PLACE[:SECONDS]   in compile, probe, eval, save or seal, the first time it comes there
+  sleep:PLACE[:SECONDS]   in compile, probe, eval, save, seal or delete, the first time
   stuck:PROCESS:STEP      this process sleeps in Python when it logs this step
   slow:SECONDS            every step takes so much longer
   poison:STEP             the gradients of this step are not numbers
   full:BYTES[:STEP]       no file may grow beyond these bytes, until this step is logged
   tell                    leaves word of what was restored, what was drawn, who got which rows
+  leave:WHEN              ends with 0 when parameters are drawn, or when the first step is logged
 A note that a place was reached is left as $FAULT_NOTES/PLACE.
 """
 
@@ -54,6 +55,18 @@ def before(owner, name, do) -> None:
     setattr(owner, name, wrapped)
 
 
+def after(owner, name, do) -> None:
+    """Call do(result, *arguments) after owner.name, every time."""
+    original = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        result = original(*args, **kwargs)
+        do(result, *args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
 def sleep(place: str, seconds: str = "1000") -> None:
     from normstudy import checkpoint, manifest, probes, programs, train
 
@@ -68,6 +81,7 @@ def sleep(place: str, seconds: str = "1000") -> None:
         "eval": (train, "_result"),
         "save": (checkpoint.Saver, "_finish"),
         "seal": (manifest, "write"),
+        "delete": (checkpoint, "_delete"),  # of an older step, when the next is sealed
     }[place]
     before(owner, name, once)
 
@@ -153,16 +167,6 @@ def tell() -> None:
             }
         )
 
-    def after(owner, name, do):
-        original = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
-            result = original(*args, **kwargs)
-            do(result, *args)
-            return result
-
-        setattr(owner, name, wrapped)
-
     rows: list = []
 
     def record_rows(array, devices, batch):
@@ -177,6 +181,16 @@ def tell() -> None:
     after(mesh, "put_batch", record_rows)
 
 
+def leave(when: str) -> None:
+    """Nothing more is compiled than what comes before."""
+    from normstudy import programs
+
+    if when == "logged":
+        at_each_row(lambda step: sys.exit(0))
+    else:
+        after(programs, "initial_state", lambda *_: sys.exit(0))
+
+
 MAKERS = {
     "none": lambda: None,
     "sleep": sleep,
@@ -184,6 +198,7 @@ MAKERS = {
     "stuck": stuck,
     "poison": poison,
     "full": full,
+    "leave": leave,
     "tell": tell,
 }
 

@@ -6,14 +6,15 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from pod import free_port
+
 HERE = Path(__file__).parent
-LIMIT = 150.0  # seconds for one process; a busy machine takes 20 to start and compile one
+LIMIT = 400.0  # seconds for one process, which takes 17 of a core to start and compile
 HEARTBEAT = 10  # seconds
 
 SHAPE = {"layers": 4, "width": 32, "heads": 4, "ff": 64, "context": 64, "batch": 8}
@@ -59,19 +60,29 @@ class World:
     def notes(self) -> Path:
         return self.path / "notes"
 
-    def start(self, *options: str, fault="none", devices=1, hosts=1, run=None) -> list[Process]:
-        """`normstudy train` in so many processes of so many devices each."""
+    def home(self, index: int) -> Path:
+        """The home folder of a process, where its run is kept in a store."""
+        return self.path / f"home-{index}"
+
+    def start(
+        self, *options: str, fault="none", devices=1, hosts=1, run=None, store=False
+    ) -> list[Process]:
+        """`normstudy train` in so many processes of so many devices each.
+
+        store: the run folder stands for a bucket, and each process has a home of its own.
+        """
         address, started = f"localhost:{free_port()}", []
-        self.notes.mkdir(exist_ok=True)
         for index in range(hosts):
-            command = [*TRAIN, "--out", str(run or self.run), *options]
+            own = {"HOME": str(self.home(index)), "XDG_CACHE_HOME": ""} if store else {}
+            out = f"file://{run or self.run}" if store else str(run or self.run)
+            command = [*TRAIN, "--out", out, *options]
             if hosts > 1:
                 command += ["--coordinator", address, "--num-processes", str(hosts)]
                 command += ["--process-id", str(index), "--heartbeat", str(HEARTBEAT)]
-            started.append(self.command(*command, fault=fault, devices=devices))
+            started.append(self.command(*command, fault=fault, devices=devices, **own))
         return started
 
-    def command(self, *command: str, fault="none", devices=1) -> Process:
+    def command(self, *command: str, fault="none", devices=1, **variables: str) -> Process:
         """normstudy COMMAND, with a fault in it."""
         self.count += 1
         self.notes.mkdir(exist_ok=True)
@@ -82,6 +93,7 @@ class World:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "FAULT_NOTES": str(self.notes),
+            **variables,
         }
         with log.open("w") as file:
             popen = subprocess.Popen(
@@ -131,12 +143,6 @@ def wait_for(condition, limit: float, what: str) -> None:
         time.sleep(0.02)
 
 
-def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("localhost", 0))
-        return own.getsockname()[1]
-
-
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The log but for its clock, floats as they stand in the file."""
     found = []
@@ -175,6 +181,15 @@ def arrays(run: Path, step: int) -> dict[str, str]:
 
 def notes(world: World, name: str):
     return json.loads((world.notes / name).read_text())
+
+
+def board_steps(run: Path) -> list[int]:
+    """The steps that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tb"), size_guidance={"scalars": 0})
+    board.Reload()
+    return [event.step for event in board.Scalars("train/loss")]
 
 
 def outcome(run: Path) -> dict:

@@ -72,19 +72,22 @@ def test_F10_damage_to_an_older_step_changes_nothing(world, stopped, whole):
 
 
 def test_F11_each_of_eight_flipped_bits_is_found_and_its_array_named(world, stopped):
-    chance, found = random.Random(0), 0
+    """Each in a copy of the step of its own; one command looks at all."""
+    chance, told = random.Random(0), {}
     step = stopped / "ckpt" / "9"
     files = sorted(own for own in (step / "state").glob("*/c/**/*") if own.is_file())
-    for path in chance.sample(files, 8):
-        before = path.read_bytes()
-        flip(path, chance.randrange(len(before)), chance.randrange(8))
-        process = world.command("verify", str(step))
-        assert process.wait() == 4
-        leaf = path.relative_to(step / "state").parts[0]
-        found += f"(of {leaf}) is not what was saved" in process.said
-        path.write_bytes(before)
-    assert found == 8
-    assert world.command("verify", str(step)).wait() == 0
+    for number, path in enumerate(chance.sample(files, 8), start=101):
+        name, copy = path.relative_to(step), step.with_name(str(number))
+        shutil.copytree(step, copy)
+        flip(copy / name, chance.randrange(path.stat().st_size), chance.randrange(8))
+        told[str(copy)] = f"(of {name.parts[1]}) is not what was saved"
+    process = world.command("verify", str(stopped))
+    assert process.wait() == 4 and "8 of 11 are not what was saved" in process.said
+    lines = process.said.splitlines()
+    for copy, problem in told.items():
+        assert any(copy in line and problem in line for line in lines), copy
+    alone = [world.command("verify", own) for own in (copy, str(step))]
+    assert [process.wait() for process in alone] == [4, 0]
 
 
 BIG = ("--width", "128", "--ff", "256")  # the largest arrays take more than the limit
