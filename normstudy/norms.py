@@ -43,16 +43,16 @@ SLOPE = 0.5  # of DyT at init. Source: Zhu et al. 2025 (2503.10622), section 4
 class Norm(nnx.Module):
     """A norm with its gain (scale) and, where it has one, its shift (bias); 1 and 0 at init.
 
-    kind: layer; rms; scale, with one gain for all channels, sqrt(width) at init; or dyt,
+    kind: layer; rms; scale, with one gain for all channels, sqrt(width) at init; or tanh (DyT),
     scale * tanh(slope * x) + bias, which divides by nothing.
     """
 
     def __init__(self, kind: str, width: int, eps: float):
         self.kind, self.eps = kind, eps
         self.scale = nnx.Param(jnp.full((), width**0.5) if kind == "scale" else jnp.ones(width))
-        if kind in ("layer", "dyt"):
+        if kind in ("layer", "tanh"):
             self.bias = nnx.Param(jnp.zeros(width))
-        if kind == "dyt":
+        if kind == "tanh":
             self.slope = nnx.Param(jnp.full((), SLOPE))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -62,13 +62,13 @@ class Norm(nnx.Module):
         """The output, and 1 / sigma at each position: (*B, D), (*B,)."""
         y, inverse = self._plain(x)
         y = y * _as_last_axis(self.scale[...], y)
-        if self.kind in ("layer", "dyt"):
+        if self.kind in ("layer", "tanh"):
             y = y + _as_last_axis(self.bias[...], y)
         return y, inverse
 
     def _plain(self, x: Float[Array, "*B D"]) -> tuple[Array, Array]:
         """Without gain and shift. DyT's 1 / sigma: the root mean square of its slopes."""
-        if self.kind != "dyt":
+        if self.kind != "tanh":
             return NORMS[self.kind](x, self.eps)
         wide = _wide(x)
         y = jnp.tanh(self.slope[...].astype(wide.dtype) * wide)
@@ -89,7 +89,7 @@ class Norm(nnx.Module):
         y, inverse = self._plain(x)
         D = x.shape[0]
         gain = jnp.diag(jnp.broadcast_to(self.scale[...].astype(x.dtype), (D,)))
-        if self.kind == "dyt":
+        if self.kind == "tanh":
             return gain * self.slope[...].astype(x.dtype) @ jnp.diag(1 - y**2)
         unit = 1.0 if self.kind == "scale" else D**0.5  # the length of y
         inner = jnp.eye(D, dtype=x.dtype) - jnp.outer(y, y) / unit**2

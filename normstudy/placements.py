@@ -48,7 +48,7 @@ class Placement:
     gains: Mapping[str, Gain] = field(default_factory=dict)
     init: Callable[[int], Scales] = no_scales  # of L: factors on the init, beside the beta
     tuning: Callable[[int], Tuning] = no_tuning  # of L: what it asks of Adam
-    kind: Literal["scale", "dyt"] | None = None  # the norm it is made of; None: as configured
+    kind: Literal["scale", "tanh"] | None = None  # the norm it is made of; None: as configured
     profiled: str = ""  # the gain that one forward pass at step 0 sets
     skip_norms: tuple[str, ...] = field(init=False)  # the norms that the skip path crosses
     text: str = field(init=False)  # as it stands in the table: 'x + f(n.pre(x))'
@@ -198,7 +198,7 @@ PLACEMENTS: dict[str, Placement] = {
     "scalenorm":      Placement(lambda x, f, n, c: x + f(n.pre(x)),                      ("pre",),          True,  no_constants,
         "Nguyen & Salazar 2019 (1910.05895), without FixNorm", init=theory.small_scales, kind="scale"),
     "dyt":            Placement(lambda x, f, n, c: x + f(n.pre(x)),                      ("pre",),          True,  no_constants,
-        "Zhu et al. 2025 (2503.10622)", kind="dyt"),
+        "Zhu et al. 2025 (2503.10622)", kind="tanh"),
     "peri":           Placement(lambda x, f, n, c: x + n.post(f(n.pre(x))),              ("pre", "post"),   True,  no_constants,
         "Kim et al. 2025 (2502.02732)"),
     "sandwich":       Placement(lambda x, f, n, c: x + n.post(f(n.pre(x))),              ("pre", "post"),   True,  no_constants,
@@ -241,7 +241,7 @@ def as_rows(layers: int = 48, measured: Mapping[str, str] | None = None) -> list
     """
     rows = []
     for name, place in PLACEMENTS.items():
-        kind = {"scale": " (ScaleNorm)", "dyt": " (DyT)"}.get(place.kind or "", "")
+        kind = {"scale": " (ScaleNorm)", "tanh": " (DyT)"}.get(place.kind or "", "")
         row = {
             "placement": name,
             "the stream": place.text,

@@ -412,7 +412,7 @@ NORMS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
 # those that are not of the family, which rows may ask for; DyT at the slope of its init
 OTHERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "scale": lambda v: v / np.linalg.norm(v, axis=-1, keepdims=True),
-    "dyt": lambda v: np.tanh(SLOPE * v),
+    "tanh": lambda v: np.tanh(SLOPE * v),
 }
 MISSING = "missing"
 
@@ -721,7 +721,7 @@ def _judge(
     normed = None if read_out is None else final_norm(read_out, declared.width)
     findings = _by_layers(wrong, list(seen))
     if read_out is not None:  # of a DyT it cannot be told: it squashes, and divides by nothing
-        expected = None if place.final_norm and place.kind == "dyt" else place.final_norm
+        expected = None if place.final_norm and place.kind == "tanh" else place.final_norm
         findings += _final_norm_findings(normed, expected, list(readings.values())[-1])
     return Report(declared, readings, names, normed, [], findings, [])
 

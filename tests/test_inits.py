@@ -81,10 +81,11 @@ def test_describe_groups_equal_gains():
 @pytest.mark.parametrize("name", list(PLACEMENTS))
 def test_beta_of_the_row_enters_the_run(name):
     run = tiny.run(placement=name, layers=12)
-    beta = PLACEMENTS[name].constants(12).beta
+    beta, scales = PLACEMENTS[name].constants(12).beta, PLACEMENTS[name].init(12)
     stds = programs.standard_deviations(run)
-    assert stds["v"] / theory.xavier_std(8, 8) == pytest.approx(beta)
-    assert stds["q"] / theory.xavier_std(8, 8) == pytest.approx(1)
+    for role, factor in (("v", beta), ("q", 1.0)):
+        expected = theory.xavier_std(8, 8) * factor * scales.get(role, 1.0)
+        np.testing.assert_allclose(stds[role], expected, rtol=1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import tiny
 
 from normstudy import probes, programs
-from normstudy.placements import PLACEMENTS
 
 
 def attention_by_einsum(attention, x_BTD):
@@ -41,7 +40,7 @@ def test_token_loss_has_no_gradient_from_later_positions(x64):
     assert (gradient[-1, :, :t] == 0).all()  # above the last block positions no longer mix
 
 
-@pytest.mark.parametrize("name", list(PLACEMENTS))
+@pytest.mark.parametrize("name", tiny.KINDS)
 def test_scan_equals_a_python_loop_over_the_layers(name, x64):
     cfg = tiny.model_config(placement=name, layers=3)
     model = tiny.model(cfg, dtype=np.float64)
@@ -69,7 +68,7 @@ def test_taps_are_variances_and_sigmas_of_every_position(x64):
     _, taps = sublayer(jnp.asarray(x))
     branch, alpha = np.asarray(sublayer.f(jnp.asarray(x))), (2 * cfg.layers) ** 0.25
     sigma = np.sqrt((alpha * x + branch).var(-1) + cfg.norm_eps)
-    gain = np.sqrt((np.asarray(sublayer.post.scale[...]) ** 2).mean())
+    gain = np.sqrt((np.asarray(sublayer.sublayer.post.scale[...]) ** 2).mean())
     expected = {
         "branch_variance": branch.var(-1), "skip_variance": (alpha * x).var(-1),
         "inverse_sigma_post": 1 / sigma, "gain_post": gain,

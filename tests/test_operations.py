@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from normstudy import operations, placements, programs
+from normstudy import operations, programs
 
 SHAPE = (2, 5, 3, 4)  # B T H K
 
@@ -94,7 +94,7 @@ def test_fused_matmul_gives_float32_weights_a_gradient_that_bfloat16_did_not_rou
     assert worst["fused"] < 1e-5 < 1e-3 < worst["plain"]
 
 
-@pytest.mark.parametrize("placement", placements.PLACEMENTS)
+@pytest.mark.parametrize("placement", tiny.KINDS)
 def test_training_step_has_the_gradient_that_probes_take(x64, placement):
     model = tiny.model(tiny.model_config(placement=placement), dtype=np.float64)
     batch = tiny.tokens(model.cfg, 2)

@@ -106,7 +106,7 @@ def test_rms_norm_can_stand_in_every_place(name):
     model = tiny.model(cfg)
     assert jax.eval_shape(model, tiny.tokens(cfg, 2)[:, :-1]).shape == (2, cfg.context, cfg.vocab)
     shifts = [path for path in tiny.leaves(model) if path.endswith("bias")]
-    assert bool(shifts) == (PLACEMENTS[name].kind == "dyt")
+    assert bool(shifts) == (PLACEMENTS[name].kind == "tanh")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_wiring_check_agrees_with_the_declaration(name, norm):
     report = wiring.check_model(tiny.model(cfg), cfg)
     assert report.agrees, report.sentences()
     assert len(report.readings) == 2 * cfg.layers
-    told = None if PLACEMENTS[name].kind == "dyt" else PLACEMENTS[name].final_norm
+    told = None if PLACEMENTS[name].kind == "tanh" else PLACEMENTS[name].final_norm
     assert report.final_norm == told
 
 

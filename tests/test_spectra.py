@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from normstudy import inspection, probes, spectra
+from normstudy import inspection, operations, probes, spectra
 from normstudy.placements import PLACEMENTS
 
 # jax.nn.dot_product_attention takes its softmax in float32 even in float64: a product with J and
@@ -177,12 +177,12 @@ def of_stack(model, x0, key):
     streams = model.stack(x0)[1]
     block = lambda block, x: block(x)[0]
     return (
-        spectra.of_blocks(block, model.layers, streams[:-1], key, 10 * SOFTMAX),
+        spectra.of_blocks(block, model.stacked, streams[:-1], key, 10 * SOFTMAX),
         spectra.to_end(lambda n: model.stack(x0, n)[0], nudge, jnp.arange(L), key, 10 * SOFTMAX),
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", tiny.KINDS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_spectra_of_blocks_and_to_the_end_are_those_of_the_exact_jacobian(x64, placement, seed):
     model = tiny.model(dataclasses.replace(CFG, placement=placement), seed, np.float64)
@@ -210,20 +210,25 @@ def test_whole_spectrum_is_that_of_the_jacobian_whatever_the_chunk(x64, chunk):
     assert (np.diff(found) <= 0).all()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", tiny.KINDS)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_sigma_max_of_norm_is_the_largest_of_its_jacobians(x64, placement, kind):
     """At what the norm is given in the forward pass, the largest over eight positions."""
     cfg = tiny.model_config(width=4, ff=8, context=12, vocab=5, placement=placement, norm=kind)
     model = tiny.model(cfg, dtype=np.float64)
     block, x = tiny.layer(model, 1), model.start(tiny.tokens(cfg, 1)[:, :-1])
-    norms = PLACEMENTS[placement].norms
-    found = inspection._sigma_of_norms(block, x, norms)
-    assert set(found) == {f"sigma_max_of_norm_{n}/{s}" for n in norms for s in probes.BRANCHES}
-    inputs = seen_by_norms(block, x, PLACEMENTS[placement])
+    place = PLACEMENTS[placement]
+    found = inspection._sigma_of_norms(block, x)
+    assert set(found) == {  # of the norms on the stream
+        f"sigma_max_of_norm_{n}/{s}"
+        for s in probes.BRANCHES
+        for n in place.norms_of(s)
+        if n != "mid"
+    }
+    inputs = seen_by_norms(block, x, place)
     for name, value in found.items():
         own, sublayer = name.removeprefix("sigma_max_of_norm_").split("/")
-        norm = getattr(getattr(block, sublayer), own)
+        norm = getattr(getattr(block, sublayer).sublayer, own)
         jacobians = np.asarray(jax.vmap(jax.jacrev(norm))(inputs[own, sublayer][0]))
         each = np.linalg.svd(jacobians, compute_uv=False)[:, 0]
         # 8 of 12 positions, evenly: linspace(0, 11, 8) without its fractions
@@ -235,15 +240,21 @@ def seen_by_norms(block, x, place) -> dict:
     """{(norm, sublayer): what it is given}, from the row's equation."""
     found = {}
     for name in probes.BRANCHES:
-        sublayer = getattr(block, name)
+        placed = getattr(block, name)
 
-        def listening(own, name=name, sublayer=sublayer):
-            def norm(h):
+        def listening(own, name=name, sublayer=placed.sublayer):
+            def norm(h, on=1.0):
                 found[own, name] = h
-                return getattr(sublayer, own)(h)
+                y = getattr(sublayer, own)(h)
+                return y if isinstance(on, float) else jnp.where(on > 0, y, h)
 
             return norm
 
-        norms = SimpleNamespace(**{own: listening(own) for own in place.norms})
-        x = place.equation(x, sublayer.f, norms, place.constants(L))
+        def f(h, *mid, f=placed.f):
+            mid = (m if callable(m) else lambda y, m=m: m * y for m in mid)
+            return f(h, operations.PLAIN, *mid)
+
+        norms = SimpleNamespace(**{own: listening(own) for own in place.norms_of(name)})
+        c = placed.sublayer._numbers(placed.numbers, x)
+        x = place.of(name)(x, f, norms, c)
     return found

@@ -388,7 +388,7 @@ def test_sharpness_of_a_tuned_row_is_seen_through_its_tuning():
         np.testing.assert_allclose(own, theirs[path], rtol=2e-4, atol=1e-9, err_msg=path)  # float32
 
 
-@pytest.mark.parametrize("kind", ["scale", "dyt"])
+@pytest.mark.parametrize("kind", ["scale", "tanh"])
 def test_jacobian_of_the_norm_is_its_derivative(kind, x64):
     norm = Norm(kind, 6, 1e-5)
     x = jnp.asarray(np.random.default_rng(1).normal(size=6))

@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 SIZES = {"layers": 2, "width": 8, "heads": 2, "ff": 16, "context": 8}
 
+# rows with all that a row may have: norms on and off the skip path, a constant of the depth,
+# constants by layer and a switched norm, norms inside a branch and gains, one gain for a block
+KINDS = ("pre", "post", "deepnorm", "keel", "normformer", "rezero")
+
 ARMS = {
     "post": lambda base: {},
     "post/blows-up": lambda base: {"lr": 1e30},
