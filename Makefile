@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 EXTRAS ?= test
 ARGS   ?=
 
-.PHONY: install reproduce tune bench profile depth thousand test fault lint figures clean
+.PHONY: install reproduce tune bench profile depth thousand study test fault lint figures clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,12 @@ depth: install
 
 thousand: install
 	$(BIN)/python experiments/thousand_layers.py $(ARGS)
+
+# max stable learning rates of every placement, then the phase diagrams over them: hours of CPU. A run
+# that is finished is skipped, one that was stopped goes on
+study: install
+	$(BIN)/python experiments/max_lr.py $(ARGS)
+	$(BIN)/python experiments/phase_diagram.py --max-lr runs/max_lr/max_lr.csv $(ARGS)
 
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
