@@ -92,7 +92,7 @@ def middle(rows: list[Row]) -> Row:
 
 def rank(row: Row) -> tuple[float, bool]:
     """What rows are ordered by: the rate, and at the same rate whether it is only a lower bound."""
-    return row["max_stable_lr"] or 0.0, row["kind"] == "survived"
+    return float(row["max_stable_lr"] or 0.0), row["kind"] == "survived"
 
 
 def tell(rows: list[Row]) -> str:

@@ -274,7 +274,7 @@ def short(monkeypatch, no_start):
     whose program takes longer to compile than all the rest."""
     monkeypatch.setattr(thousand, "ROUNDS", 1)
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
-    monkeypatch.setattr(train, "probe_steps", lambda steps, every: set())
+    monkeypatch.setattr(train, "probe_steps", lambda *_: set())
 
 
 def few_layers(folder, *more: str) -> list[str]:

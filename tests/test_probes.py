@@ -301,7 +301,8 @@ def test_skip_path_of_post_norm_is_the_product_of_its_layer_norm_jacobians(doubl
     for index in range(L):
         block = tiny.layer(model, index)
         for sublayer in (block.attn, block.mlp):
-            factors.append(layer_norm_jacobian(sublayer.post, np.asarray(x + sublayer.f(x))))
+            norm = sublayer.sublayer.post
+            factors.append(layer_norm_jacobian(norm, np.asarray(x + sublayer.f(x))))
             x = sublayer(x)[0]
     for index in range(L):
         product = functools.reduce(lambda below, above: above @ below, factors[2 * index :])

@@ -57,7 +57,7 @@ def test_example_of_a_new_placement_trains_and_is_wired_as_it_says(tmp_path, mon
     importlib.import_module("my_placements")
     place = placements.row("post-damped")
     assert (place.text, place.skip_norms) == ("n.post(x + c.branch * f(x))", ("post",))
-    run = tiny.run(placement="post-damped")
+    run = tiny.run(placement="post-damped", probe_every=0)
     result = train.train(run, tmp_path / "run")
     assert result["steps_done"] == run.steps
     state = programs.initial_state(run, programs.of(run)[0])

@@ -75,7 +75,7 @@ def trained(monkeypatch):
     """Which jobs run_arms trains, without training them: [(arm, seed, folder)]."""
     jobs = []
 
-    def together(group, may_change=()):
+    def together(group, may_change=(), keep=0):
         jobs.extend((job.name, job.run.seed, job.folder) for job in group)
 
     monkeypatch.setattr(train, "together", together)

@@ -156,9 +156,9 @@ def test_members_stop_early_each_at_its_own_time(tmp_path, monkeypatch):
 
 def test_one_program_is_traced_once_for_all_members(tmp_path, monkeypatch):
     traced = []
-    block = model.Block.__call__
+    layer = model.Layer.__call__
     monkeypatch.setattr(
-        model.Block, "__call__", lambda *args, **kw: traced.append(1) or block(*args, **kw)
+        model.Layer, "__call__", lambda *args, **kw: traced.append(1) or layer(*args, **kw)
     )
     sizes = {"width": 16, "steps": 3}  # a shape that no other test has compiled
     train.together(members(tmp_path / "two", 2, **sizes))
@@ -179,9 +179,9 @@ def test_runs_that_share_too_little_are_refused(tmp_path):
 def test_study_trains_together_what_shares_its_shapes(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        train, "together", lambda group, _: seen.append([(m.name, m.run.seed) for m in group])
+        train, "together", lambda group, *_: seen.append([(m.name, m.run.seed) for m in group])
     )
-    monkeypatch.setattr(study.frames, "load", lambda out: [])  # nothing is trained here
+    monkeypatch.setattr(study.frames, "load", lambda out, *_: [])  # nothing is trained here
     arms = {
         "a": lambda base: {},
         "b": lambda base: {"placement": "pre"},

@@ -95,7 +95,8 @@ def test_run_folder_holds_all_that_it_should(finished):
     identity = record.read_json(folder / record.CONFIG)
     assert identity["h1_nats"] == result["h1"]
     assert identity["placement"] == {
-        "equation": "n.post(x + f(x))", "skip_norms": ["post"], "alpha": 1.0, "beta": 1.0
+        "equation": "n.post(x + f(x))", "skip_norms": ["post"],
+        **dict.fromkeys(("alpha", "beta", "branch", "before", "after"), 1.0),
     }  # fmt: skip
     assert identity["devices"].startswith("8 of 8 cpu devices")
 
@@ -331,6 +332,7 @@ def script(monkeypatch, losses, gradients=None, token_loss=linear):
         measure=lambda *args: {"rms": np.ones(3, np.float32)},
         effect=lambda *args: {},
         sharpness=lambda *args: ({}, args[-1]),
+        profile=lambda model, batch: model,
         loss=lambda *args: jnp.float32(5),
         abstract=state,
     )
