@@ -46,7 +46,8 @@ study: install
 figures: install
 	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
 
-# in an environment of its own: where libtpu is, every process looks for a TPU first
+# 14 minutes on two cores, two tests at a time: not part of .ci/run. In an environment of
+# its own: where libtpu is, every process looks for a TPU first
 fault:
 	$(MAKE) install VENV=.venv-fault EXTRAS=test,aot
 	.venv-fault/bin/python -m pytest -n 2 --dist loadgroup -m fault $(ARGS)
