@@ -133,7 +133,7 @@ def frame(runs: list[Logs]) -> Table:
     table = []
     for logs in finished:
         losses, rates = (np.array([row[name] for row in logs.metrics]) for name in ("loss", "lr"))
-        found = ramp.survival(losses, rates, logs.h1)
+        found = ramp.survival(losses, rates, logs.h1, "not_finite" in logs.outcome)
         smoothed = outcome.smooth(losses)
         table.append(
             {

@@ -265,8 +265,8 @@ def placements(argv: Sequence[str]) -> None:
 
     if command.layers < 1:
         raise UserError(f"layers must be at least 1, not {command.layers}")
-    rates = ramp.rates(command.max_lr, command.layers) if command.max_lr else None
-    rows = as_rows(command.layers, rates)
+    rates = ramp.rates(command.max_lr, command.layers) if command.max_lr else {}
+    rows = as_rows(command.layers, rates or None)  # no column where nothing was measured
     print(as_json(rows) if command.json else tables.markdown(rows))
 
 

@@ -35,7 +35,9 @@ class Survival:
     why: str
 
 
-def survival(losses: np.ndarray, rates: np.ndarray, h1: float, rule: Rule = RULE) -> Survival:
+def survival(
+    losses: np.ndarray, rates: np.ndarray, h1: float, refused: bool = False, rule: Rule = RULE
+) -> Survival:
     """What a run on a ramp survived, from its losses (nats) and learning rates, both of shape (n,).
 
     Healthy is a run whose smoothed loss (outcome.smooth) is better than the unigram entropy H1 by
@@ -50,6 +52,9 @@ def survival(losses: np.ndarray, rates: np.ndarray, h1: float, rule: Rule = RULE
     - survived: healthy to the end, or unhealthy for no more than a window. The number is a lower
       bound;
     - never trained: healthy for no more than a window at a time. It has no max stable LR.
+
+    refused: the run ended in a gradient that is not finite, whose update was refused: its losses,
+    all finite, do not tell, and it failed.
 
     The threshold is the same for every run. One relative to its own best would call a run stable
     because it had learned little. Raises ValueError for unequal lengths, or none.
@@ -69,6 +74,8 @@ def survival(losses: np.ndarray, rates: np.ndarray, h1: float, rule: Rule = RULE
     if until < len(losses):
         why = f"not finite at step {until}, last below H1 = {h1:.2f} at step {end - 1}"
         return Survival("failed", rate, end, why)
+    if refused:
+        return Survival("failed", rate, until, f"a gradient is not finite after step {until - 1}")
     if until - end <= rule.window:
         return Survival("survived", rate, None, f"below H1 = {h1:.2f} up to step {end - 1}")
     why = f"not below H1 = {h1:.2f} since step {end}, last at {curve[-1]:.2f}"

@@ -116,6 +116,13 @@ def test_rates_that_are_no_ramp_of_these_losses_are_refused():
             ramp.survival(losses, rates, H1)
 
 
+def test_run_refused_an_update_has_failed_though_all_its_losses_are_fine():
+    losses, rates = flat(2.0, 200), np.geomspace(1e-4, 1, 200)
+    assert ramp.survival(losses, rates, H1).kind == "survived"
+    found = ramp.survival(losses, rates, H1, refused=True)
+    assert (found.kind, found.max_stable_lr, found.failed_at) == ("failed", 1.0, 200)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     losses=st.lists(st.floats(width=32) | st.floats(0, 6), min_size=1, max_size=130),
