@@ -41,6 +41,7 @@ def regions() -> dict[str, str]:
         "profile": tables.markdown(_rows("profile.csv")),
         "thousand": tables.markdown(_rows("thousand_layers.csv")),
         "depth": tables.markdown(_depth()),
+        "max_lr": tables.markdown(_max_lr()),
         "outcomes": "\n".join(f"- `{word}`: {says}" for word, says in outcome.WORDS.items()),
         "results": "\n\n".join(
             _result(name, heading) for name, heading in RESULTS.items() if _path(name).exists()
@@ -53,6 +54,14 @@ def _bench() -> list[dict[str, Any]]:
     rows = json.loads(_path("bench.json").read_text(encoding="utf-8")).values()
     aside = re.compile(r"rounds|memory|speed|^(tracing|compiling) a plain step")
     return [row for row in rows if not aside.search(row["what"])]
+
+
+def _max_lr() -> list[dict[str, Any]]:
+    """Max stable rates, the largest first, of the max_lr.csv that experiments/max_lr.py wrote."""
+    rows = _rows("max_lr.csv")
+    ordered = sorted(rows, key=lambda row: -float(row["max_stable_lr"] or 0))
+    columns = ("placement", "layers", "seed", "kind", "max_stable_lr", "best_loss", "outcome")
+    return [{name: row[name] for name in columns} for row in ordered]
 
 
 def _depth() -> list[dict[str, Any]]:
