@@ -2,7 +2,8 @@
 
 Command   python experiments/write_readme.py
 Time      seconds
-Expect    README.md as it stands in the repository; tests/test_readme.py compares the two
+Expect    README.md and experiments/results/placements.md as they stand in the repository;
+          tests/test_readme.py compares
 
 The results come from experiments/results/*.json, each the summary.json of `make reproduce`.
 """
@@ -15,7 +16,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from normstudy import frames, outcome, placements, quantities, tables
+import placement_pages
+
+from normstudy import frames, outcome, placements, quantities, ramp, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
@@ -57,11 +60,8 @@ def _bench() -> list[dict[str, Any]]:
 
 
 def _max_lr() -> list[dict[str, Any]]:
-    """Max stable rates, the largest first, of the max_lr.csv that experiments/max_lr.py wrote."""
-    rows = _rows("max_lr.csv")
-    ordered = sorted(rows, key=lambda row: -float(row["max_stable_lr"] or 0))
-    columns = ("placement", "layers", "seed", "kind", "max_stable_lr", "best_loss", "outcome")
-    return [{name: row[name] for name in columns} for row in ordered]
+    """Max stable rates by depth, of the max_lr.csv that experiments/max_lr.py wrote."""
+    return ramp.by_depth(placement_pages.rows("max_lr.csv"))
 
 
 def _depth() -> list[dict[str, Any]]:
@@ -117,3 +117,4 @@ def _result(name: str, heading: str) -> str:
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(fill(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    placement_pages.PATH.write_text(placement_pages.text(), encoding="utf-8")

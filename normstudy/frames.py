@@ -216,9 +216,7 @@ def predicted_skip_gain(logs: Logs, probe: dict[str, Any]) -> np.ndarray:
 
 
 def summary_row(logs: Logs) -> dict[str, Any]:
-    """The row of the closing table: outcome and losses, and what the first probe saw."""
-    first = logs.probes[0]
-    peak = max(max(probe["jacobian_to_end"]) for probe in logs.probes)
+    """The row of the closing table: outcome and losses, and what probes saw, if any."""
     row = {
         "arm": logs.name,
         "seed": logs.run.seed,
@@ -231,13 +229,7 @@ def summary_row(logs: Logs) -> dict[str, Any]:
         "last_loss": logs.outcome.get("last_loss"),
         "val_loss": logs.outcome.get("val_loss"),
         "h1": logs.h1,
-        # at the inputs of the bottom and of the top block, x_0 and x_{L-1}
-        "gradient_bottom_over_top": first["stream_gradient"][0] / first["stream_gradient"][-2],
-        "skip_gain": first["skip_gain"][0],
-        "jacobian_at_init": first["jacobian_to_end"][0],
-        "max_jacobian": peak,
-        "similarity_at_init": first["similarity"][-1],
-        "unigram_kl": logs.probes[-1]["unigram_kl"],
+        **(_seen(logs.probes) if logs.probes else {}),
     }
     for name in ("best", "last", "val"):
         nats = row[f"{name}_loss"]
@@ -246,13 +238,27 @@ def summary_row(logs: Logs) -> dict[str, Any]:
     return row
 
 
+def _seen(probes: list[dict[str, Any]]) -> dict[str, float]:
+    """Columns of the closing table."""
+    first, last = probes[0], probes[-1]
+    return {
+        # at the inputs of the bottom and of the top block, x_0 and x_{L-1}
+        "gradient_bottom_over_top": first["stream_gradient"][0] / first["stream_gradient"][-2],
+        "skip_gain": first["skip_gain"][0],
+        "jacobian_at_init": first["jacobian_to_end"][0],
+        "max_jacobian": max(max(probe["jacobian_to_end"]) for probe in probes),
+        "similarity_at_init": first["similarity"][-1],
+        "unigram_kl": last["unigram_kl"],
+    }
+
+
 def closing_table(rows: list[dict[str, Any]]) -> Table:
-    """The closing table, with headings and units; the seed column only where there are several."""
+    """The closing table, with headings and units; the seed column only where there are several,
+    what probes saw only where there were any."""
     several = len({row["seed"] for row in rows}) > 1
-    return [
-        {head: row[name] for name, head in CLOSING_COLUMNS.items() if name != "seed" or several}
-        for row in rows
-    ]
+    known = [name for name in CLOSING_COLUMNS if all(name in row for row in rows)]
+    shown = [name for name in known if name != "seed" or several]
+    return [{CLOSING_COLUMNS[name]: row[name] for name in shown} for row in rows]
 
 
 def by(table: Iterable[dict[str, Any]], column: str) -> list[tuple[Any, Table]]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from normstudy import phase_figure, phases, record
+from normstudy import phase_figure, phases, ramp, ramp_figure, record
 from normstudy.figures import Figure
 from normstudy.frames import Logs
 
-OF_KIND = {phases.KIND: phase_figure.of}
+OF_KIND = {
+    phases.KIND: phase_figure.of,
+    ramp.KIND: lambda folders, runs: ramp_figure.FIGURES,
+}
 
 
 def of(folders: Sequence[Path], runs: list[Logs]) -> Sequence[Figure] | None:

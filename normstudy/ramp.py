@@ -1,7 +1,7 @@
 """The largest learning rate that a run survived, read off a ramp: losses and rates -> one number.
 
 Along a ramp the rate rises with every update until training fails. Source: Chen & Wei 2026
-(KEEL, 2601.19895), table 1. No jax here.
+(KEEL, 2601.19895), table 1. `runs` and `curves` make the tables of a whole study. No jax here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from normstudy.errors import UserError
+from normstudy.frames import Logs, Table, by
 from normstudy.outcome import RULE, Rule, smooth
+from normstudy.placements import PLACEMENTS
+
+KIND = "ramp study"  # of a study folder
 
 Row = dict[str, Any]  # of max_lr.csv: placement, layers, seed, kind, max_stable_lr
 
@@ -89,6 +93,76 @@ def _end_of_last_stretch(condition: np.ndarray, longer_than: int) -> int | None:
     return ends[-1] if ends else None
 
 
+# ------------------------------------------------------------------------------------ a study
+
+
+def runs(logs: list[Logs]) -> Table:
+    """One row per finished run, in the order of the placements table, by depth and seed.
+
+    Rates without unit, losses in nats. Raises UserError when no run is finished.
+    """
+    table = []
+    for own in _finished(logs):
+        losses, rates, found = _read(own)
+        smoothed = smooth(losses)
+        table.append(
+            _names(own)
+            | {
+                "max_stable_lr": found.max_stable_lr,
+                "kind": found.kind,
+                "failed_at": found.failed_at,
+                "steps_done": len(losses),
+                "outcome": own.outcome["word"],
+                "best_loss": own.outcome["best_loss"],
+                "lr_at_best": float(rates[np.argmin(np.nan_to_num(smoothed, nan=np.inf))]),
+                "first_lr": float(rates[0]),
+                "last_lr": own.run.optim.lr,
+                "h1": own.h1,
+                "why": found.why,
+            }
+        )
+    return table
+
+
+def curves(logs: list[Logs]) -> Table:
+    """Smoothed loss (nats) at every learning rate of every finished run, in the same order; `last`
+    marks the last healthy step. Raises UserError when no run is finished."""
+    table = []
+    for own in _finished(logs):
+        losses, rates, found = _read(own)
+        common = _names(own) | {"h1": own.h1}
+        for lr, loss in zip(rates, smooth(losses), strict=True):
+            last = lr == found.max_stable_lr
+            table.append(common | {"lr": float(lr), "smoothed": float(loss), "last": bool(last)})
+    return table
+
+
+def _finished(logs: list[Logs]) -> list[Logs]:
+    finished = [own for own in logs if own.outcome]
+    if not finished:
+        raise UserError("no run is finished yet: the same command goes on")
+    order = list(PLACEMENTS)
+
+    def place(own: Logs) -> tuple[int, int, int]:
+        return order.index(own.run.model.placement), own.run.model.layers, own.run.seed
+
+    return sorted(finished, key=place)
+
+
+def _names(own: Logs) -> Row:
+    model = own.run.model
+    return {"placement": model.placement, "layers": model.layers, "seed": own.run.seed}
+
+
+def _read(own: Logs) -> tuple[np.ndarray, np.ndarray, Survival]:
+    """(losses, rates, what they say)."""
+    losses, rates = (np.array([row[name] for row in own.metrics]) for name in ("loss", "lr"))
+    return losses, rates, survival(losses, rates, own.h1, "not_finite" in own.outcome)
+
+
+# ------------------------------------------------------------------------------- several seeds
+
+
 def middle(rows: list[Row]) -> Row:
     """The run in the middle of those that differ in seed; of an even number the lower one.
 
@@ -110,6 +184,17 @@ def tell(rows: list[Row]) -> str:
     ends = [_number(row) for row in (ordered[0], ordered[-1])]
     own = _number(middle(rows))
     return own if ends == [own, own] else f"{own} ({ends[0]} to {ends[1]})"
+
+
+def by_depth(table: Table) -> Table:
+    """Placement by depth: the middle seed's max stable rate, and the extremes of all seeds."""
+    depths = sorted({row["layers"] for row in table})
+    found = []
+    for placement, of_placement in by(table, "placement"):
+        groups = dict(by(of_placement, "layers"))
+        told = {f"L = {depth}": tell(groups.get(depth, [])) for depth in depths}
+        found.append({"placement": placement, **told})
+    return found
 
 
 def _number(row: Row) -> str:

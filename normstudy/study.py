@@ -105,8 +105,13 @@ def run_arms(
     return [logs for logs in frames.load(out) if logs.name in chosen] if hosts.leads() else []
 
 
-def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str, Any]]:
-    """Write summary.json and summary.md, and figures and report.html, from the logs under OUT."""
+def sum_up(
+    out: Path, title: str, card: str, draw: bool = True, **more: Any
+) -> list[dict[str, Any]]:
+    """Write summary.json and summary.md, and figures and report.html, from the logs under OUT.
+
+    more: further entries of summary.json.
+    """
     runs = frames.load(out)
     rows = [frames.summary_row(logs) for logs in runs]
     identity = record.read_identity(out / record.CONFIG, None, "code", "versions")
@@ -120,6 +125,7 @@ def sum_up(out: Path, title: str, card: str, draw: bool = True) -> list[dict[str
         "seeds": f"{seeds} seed{'s' if seeds > 1 else ''}",
         "h1_nats": runs[0].h1,
         "arms": by_arm(rows),
+        **more,
     }
     record.write_json(out / "summary.json", summary)
     table = tables.markdown(frames.closing_table(rows))

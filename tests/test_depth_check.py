@@ -101,6 +101,45 @@ def test_deepnet_s_first_update_is_constant_by_sgd_and_grows_as_the_root_by_sign
             assert mean == pytest.approx(predicted[name], abs=3 * error + 0.1 * predicted[name])
 
 
+KEEL_EVERYWHERE = placements.Placement(
+    lambda x, f, n, c: n.post(c.alpha * x + f(n.pre(x))), ("pre", "post"), False,
+    lambda layers: theory.Constants(alpha=2 * layers), "KEEL without the rule for its first block",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, step, slope",
+    [
+        ("keel", "sgd", 0.0), ("keel", "sign", 0.0),
+        ("keel-everywhere", "sgd", -1.0), ("keel-everywhere", "sign", 0.0),
+    ],
+)  # fmt: skip
+def test_keel_s_first_update_by_sgd_falls_as_1_over_l_but_for_its_first_block(
+    monkeypatch, name, step, slope
+):
+    """The mean field, which the model keeps to (results/depth_slopes.csv): the first block's alpha
+    is 1, so that its update does not fall, and it is all that is left of an update by SGD."""
+    monkeypatch.setitem(placements.PLACEMENTS, "keel-everywhere", KEEL_EVERYWHERE)
+    runs = [depth_check.run_of(OPTIONS, name, int(layers)) for layers in DEPTHS]
+    updates = [depth_check.predicted(run)[f"function_update/{step}"] for run in runs]
+    found, _ = theory.log_slope(DEPTHS, np.array(updates, float))
+    assert found == pytest.approx(slope, abs=0.1)  # as the others: O(1/L) of the smaller depth
+
+
+def test_keel_s_first_update_is_constant_in_the_model_too():
+    found = [
+        [
+            depth_check.first_step(*pair, depth_check.gradients(*pair))
+            for pair in models(depth_check.run_of(OPTIONS, "keel", int(layers)), seeds=8)
+        ]
+        for layers in DEPTHS
+    ]
+    for step in ("sgd", "sign"):
+        slope, error = fitted(found, f"function_update/{step}")
+        assert error < 0.06
+        assert slope == pytest.approx(0, abs=0.15)  # three of its errors
+
+
 def test_norms_that_move_too_make_deepnet_s_sgd_update_grow(deepnorm_steps):
     """2L gains and biases, which beta does not scale: at width 64 they rule from 12 blocks on."""
     slope, error = fitted(deepnorm_steps, "function_update_with_norms/sgd")

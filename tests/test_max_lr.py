@@ -8,7 +8,18 @@ import pytest
 import tiny
 from scipy.stats import kendalltau  # jax depends on it
 
-from normstudy import cli, config, figures, frames, ramp, train
+from normstudy import (
+    cli,
+    config,
+    figures,
+    frames,
+    outcome,
+    pictures,
+    ramp,
+    ramp_figure,
+    record,
+    train,
+)
 from normstudy.errors import UserError
 from normstudy.placements import PLACEMENTS
 
@@ -43,7 +54,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def table():
-    return max_lr.frame(RUNS)
+    return ramp.runs(RUNS)
 
 
 def test_every_row_of_the_table_is_an_arm_at_every_depth_and_nothing_else_differs():
@@ -100,9 +111,9 @@ def test_frame_has_a_row_a_run_with_the_number_that_the_rule_gives(table):
 
 def test_running_and_unstarted_runs_have_no_row():
     going = RUNS[0].__class__(**{**vars(RUNS[0]), "outcome": {}})
-    assert len(max_lr.frame([going, RUNS[1]])) == 1
+    assert len(ramp.runs([going, RUNS[1]])) == 1
     with pytest.raises(UserError, match="no run is finished"):
-        max_lr.frame([going])
+        ramp.runs([going])
 
 
 def rows(*rates: float | None) -> list[dict]:
@@ -127,7 +138,7 @@ def test_told_are_bounds_and_what_never_trained():
 
 
 def test_closing_table_is_placement_by_depth(table):
-    closing = max_lr.closing_table(table)
+    closing = ramp.by_depth(table)
     assert [row["placement"] for row in closing] == ["pre", "post", "deepnorm"]
     assert list(closing[0]) == ["placement", "L = 12", "L = 48"]
     assert closing[0]["L = 12"] == ">1"
@@ -169,15 +180,59 @@ def test_placements_that_were_here_from_the_first_are_compared():
     assert {"pre", "post", "deepnorm"} <= set(max_lr.KEEL_TABLE_1) & set(PLACEMENTS)
 
 
-def test_figure_is_drawn_with_its_csv_and_the_same_bytes_again(tmp_path):
+def test_figures_are_drawn_with_their_csv_and_the_same_bytes_again(tmp_path):
     for folder in ("a", "b"):
-        (drawn,) = figures.draw_all(RUNS, tmp_path / folder, [max_lr.FIGURE])
-    assert drawn.sentence.endswith(
+        rates, ramps = figures.draw_all(RUNS, tmp_path / folder, ramp_figure.FIGURES)
+    assert rates.sentence.endswith(
         "pre 0.52 (0.52 to 0.63), deepnorm 0.069, post none (none to 0.016)."
     )
-    for suffix in ("csv", "png", "pdf"):
-        a, b = ((tmp_path / folder / f"max_lr.{suffix}").read_bytes() for folder in ("a", "b"))
+    assert ramps.sentence.startswith("Loss of 3 placements")
+    for name in ("max_lr.csv", "max_lr.png", "max_lr.pdf", "ramps.csv", "ramps.png", "ramps.pdf"):
+        a, b = ((tmp_path / folder / name).read_bytes() for folder in ("a", "b"))
         assert a == b
+
+
+def test_curves_are_the_smoothed_losses_and_mark_the_last_healthy_step(table):
+    curves = ramp.curves(RUNS)
+    for row, run in zip(table, RUNS, strict=True):
+        names = ("placement", "layers", "seed")
+        own = [c for c in curves if all(c[name] == row[name] for name in names)]
+        losses = np.array([m["loss"] for m in run.metrics])
+        assert [c["smoothed"] for c in own] == outcome.smooth(losses).tolist()
+        marked = [c["lr"] for c in own if c["last"]]
+        assert marked == [row["max_stable_lr"]] * (row["max_stable_lr"] is not None)
+
+
+def dots(table):
+    """{placement: [(marker, rate or None)]}, the top line of the figure first."""
+    axes = ramp_figure.draw_max_lr(table).axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    found = {name: [] for name in reversed(names)}
+    for line in axes.lines:
+        x, y = float(line.get_xdata()[0]), int(line.get_ydata()[0])
+        marker = line.get_marker()
+        found[names[y]].append((marker, None if marker == "x" else x))
+    return found
+
+
+def test_every_run_is_a_dot_and_the_placement_that_bears_most_is_at_the_top(table):
+    found = dots(table)
+    assert list(found) == ["pre", "deepnorm", "post"]
+    for name, own in found.items():
+        rows = [row for row in table if row["placement"] == name]
+        assert own == [(ramp_figure.LEGEND[r["kind"]][0], r["max_stable_lr"]) for r in rows]
+
+
+def test_one_depth_and_a_placement_that_was_not_run_so_deep_are_drawn(table):
+    shallow = [row for row in table if row["layers"] == 12]
+    assert list(dots(shallow)) == ["pre", "deepnorm", "post"]
+    uneven = [row for row in table if (row["placement"], row["layers"]) != ("pre", 48)]
+    assert list(dots(uneven)) == ["deepnorm", "post", "pre"]
+
+
+def test_normstudy_figures_knows_a_ramp_study(tmp_path):
+    record.write_json(tmp_path / record.CONFIG, {"kind": ramp.KIND, "config": {}})
+    assert pictures.of([tmp_path], RUNS) == ramp_figure.FIGURES
 
 
 def test_merged_shards_are_one_study(tmp_path, no_start, capsys):
@@ -198,6 +253,9 @@ def test_merged_shards_are_one_study(tmp_path, no_start, capsys):
     printed = capsys.readouterr()
     assert "2 of 2 runs are finished" in printed.err
     summary = json.loads(printed.out)
-    assert {row["kind"] for row in summary["runs"]} == {"never trained"}
-    assert set(summary) >= {"code", "versions", "config", "command", "keel"}
-    assert (tmp_path / "out" / "max_lr.png").exists()
+    assert summary["max_lr"] == [{"placement": "post", "L = 1": "none"}]
+    assert set(summary) >= {"code", "versions", "config", "command", "arms", "keel"}
+    for name in ("max_lr.csv", "keel_order.csv", "figures/max_lr.png", "figures/ramps.png"):
+        assert (tmp_path / "out" / name).exists()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Loss along the ramp" in page

@@ -16,9 +16,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_generated_parts_are_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import placement_pages
     import write_readme
 
     assert write_readme.fill(README) == README, "run: python experiments/write_readme.py"
+    pages = placement_pages.PATH.read_text(encoding="utf-8")
+    assert placement_pages.text() == pages, "run: python experiments/write_readme.py"
+    headings = [line[3:] for line in pages.splitlines() if line.startswith("## ")]
+    assert headings == list(placements.PLACEMENTS)
 
 
 def test_every_generated_part_has_its_place():
