@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shlex
 import sys
@@ -86,17 +87,26 @@ def parse_own(
     return dataclasses.replace(study, out=remote.local(study.out)), command.run
 
 
-def _parse_run(kind: Any, argv: Sequence[str], options: Any, card: str, **fields: Any) -> Any:
+def _parse_run(
+    kind: Any,
+    argv: Sequence[str],
+    options: Any,
+    card: str,
+    base: config.Run | None = None,
+    **fields: Any,
+) -> Any:
     """kind(options, run), from the options' own names, those of Launch and those of any field.
 
-    fields: what is changed in the preset before the command line has its say.
+    base: what the fields start from; default: the preset. fields: what is changed there before the
+    command line has its say.
     """
     names = [f.name for part in (options, config.Launch()) for f in dataclasses.fields(part)]
     _check_options(argv, [*names, *config.fields_of(config.Run())])
     helps = "--help" in argv or "-h" in argv
     asked = _value_of("--preset", argv) or options.preset
     preset = asked or ("cpu" if helps else _preset_for_backend(argv))
-    run = config.override(config.PRESETS[choose("preset", preset, config.PRESETS)], **fields)
+    start = config.PRESETS[choose("preset", preset, config.PRESETS)] if base is None else base
+    run = config.override(start, **fields)
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[kind],
         args=list(argv),
@@ -321,6 +331,90 @@ def train(argv: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
+class Diagnose:
+    """Why does it not train, and what fixes it? Changes that would are tried, one at a time.
+
+    A config by its fields (--placement post --layers 24 --lr 1e-3 ...) or --config; or --run; or
+    --losses, with what is known beside it. Exit codes: 0 healthy, 1 findings, 2 bad input, 3 could
+    not decide.
+    """
+
+    config: Path | None = None  # a JSON file of fields, or a config.json that normstudy wrote
+    run: Path | None = None  # a run folder, or one arm of a study: all its seeds
+    losses: Path | None = None  # CSV with a header, JSON lines or TensorBoard events
+    h1: float | None = None  # with --losses: unigram entropy of the training text, nats
+    mean_loss: float | None = None  # with --losses: loss of predicting the mean (regression)
+    runs: bool = True  # --no-runs: nothing is trained, and what literature proposes is listed
+    budget: str = "5m"  # for all trials: 90s, 5m or 1h
+    seeds: int = 1  # of the baseline and of each change
+    preset: str | None = None  # what a config's fields start from; default: those of config.py
+    out: Path | None = None  # of trials; default: runs/diagnose/HASH of the config
+    json: bool = False  # see normstudy/diagnose/page.py for its fields
+
+
+@dataclass(frozen=True)
+class _DiagnoseCommand:
+    options: Diagnose
+    model: config.Run
+
+
+def diagnose(argv: Sequence[str]) -> None:
+    """Findings end with their exit code."""
+    from normstudy.diagnose import diagnosis, page, subject, verdicts
+
+    file = _value_of("--config", argv)
+    base = subject.read_config(Path(file)) if file else config.Run()
+    base = None if _value_of("--preset", argv) and not file else base
+    card = Diagnose.__doc__ or ""
+    command = _parse_run(_DiagnoseCommand, argv, Diagnose(), card, base=base)
+    options, run = command.options, command.model
+    if len(asked := [n for n in ("config", "run", "losses") if getattr(options, n)]) > 1:
+        raise UserError(f"give one of {', '.join('--' + name for name in asked)}")
+    about = _subject(options, run, _given(argv))
+    trying = None
+    if options.runs:
+        mark = hashlib.sha256(config.to_json(about.run or run).encode()).hexdigest()[:8]
+        out = options.out or Path("runs/diagnose") / mark
+        trying = diagnosis.Trying(out, _seconds(options.budget), options.seeds)
+    told = diagnosis.make(about, trying)
+    print(as_json(page.as_dict(told)) if options.json else page.text(told), flush=True)
+    if code := verdicts.exit_code(told.findings):
+        sys.exit(code)
+
+
+def _subject(options: Diagnose, run: config.Run, given: frozenset[str]) -> Any:
+    """What the command line is about."""
+    from normstudy import data
+    from normstudy.diagnose import subject
+
+    if options.run:
+        return subject.from_run(_pulled(options.run))
+    if not options.losses:
+        return subject.from_config(run, data.feed(run).h1)
+    if options.mean_loss is not None:
+        level = subject.Baseline(options.mean_loss, "the loss of predicting the mean")
+    else:
+        h1 = data.feed(run).h1 if options.h1 is None and "corpus" in given else options.h1
+        level = subject.Baseline(h1)
+    return subject.from_losses(options.losses, level, run if given else None, given)
+
+
+def _given(argv: Sequence[str]) -> frozenset[str]:
+    """The config's fields that the command line names."""
+    named = {token[2:].split("=")[0].replace("-", "_") for token in argv if token[:2] == "--"}
+    names = frozenset(name.removeprefix("no_") for name in named)
+    return names & set(config.fields_of(config.Run()))
+
+
+def _seconds(budget: str) -> float:
+    """'90s', '5m' or '1h' in seconds. Raises UserError for anything else."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    if budget[-1:] in units and budget[:-1].replace(".", "", 1).isdigit() and float(budget[:-1]):
+        return float(budget[:-1]) * units[budget[-1]]
+    raise UserError(f"--budget is a time such as 90s, 5m or 1h, not {budget!r}")
+
+
+@dataclass(frozen=True)
 class Verify:
     """Is every checkpoint what was saved? Reads all bytes again."""
 
@@ -346,6 +440,7 @@ COMMANDS = {
     "figures": figures,
     "probe": probe,
     "verify": verify,
+    "diagnose": diagnose,
     "placements": placements,
     "aot": aot,
 }
@@ -358,6 +453,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print(f"  {'train':<22}train one run, or go on with it")
         print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
+        print(f"  {'diagnose ...':<22}why does it not train, and what fixes it? tries it")
         print(f"  {'verify RUN_DIR':<22}are the checkpoints what was saved?")
         print(f"  {'placements':<22}the table: where each placement puts the norm")
         print(f"  {'aot --tpu SLICE':<22}does a run fit a slice of TPUs? needs none")

@@ -1,0 +1,123 @@
+"""From a subject to all that is told of it: symptoms, audits, trials, in that order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from normstudy import config
+from normstudy.diagnose import audits, curves, trials
+from normstudy.diagnose.subject import Subject
+from normstudy.diagnose.trials import Result
+from normstudy.diagnose.verdicts import Finding
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that is told."""
+
+    name: str  # of what was diagnosed
+    findings: Sequence[Finding]
+    results: Sequence[Result] = ()  # of trials, the baseline first
+    scale: str = ""  # how the trials differ from what was asked; empty: they do not
+    literature: Sequence[str] = ()  # what was not tried here
+    unchecked: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Trying:
+    """Whether and how changes are tried."""
+
+    out: Path
+    budget: float = 300.0  # seconds
+    seeds: int = 1
+
+
+def make(subject: Subject, trying: Trying | None) -> Diagnosis:
+    """The diagnosis of a subject; trying: None tries nothing.
+
+    Raises UserError for a config that cannot be trained, and where OUT holds something else.
+    """
+    found = curves.findings(subject)
+    unchecked = _without(subject)
+    if subject.run is None:
+        return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
+    audited, left = audits.findings(subject.run, subject.known)
+    found, unchecked = [*found, *audited], [*unchecked, *left]
+    whole = subject.known >= frozenset(config.fields_of(subject.run))
+    suspects = [f.verdict for f in found if f.kind == "cause"]
+    failed = any(f.kind == "symptom" for f in found)
+    if not whole:
+        unchecked.append("trials: the config is known in part")
+        return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
+    if trying is None:
+        books = trials.literature(subject.run, suspects) if failed or suspects else []
+        if not subject.curves:
+            unchecked.append("whether it trains: nothing was run (--no-runs)")
+            found.append(Finding("undecided", "nothing was run"))
+        return Diagnosis(subject.name, found, (), "", books, unchecked)
+    if subject.curves and not failed:
+        return Diagnosis(subject.name, found, (), "", (), unchecked)
+    return _tried(subject, found, suspects, unchecked, trying)
+
+
+def _tried(
+    subject: Subject,
+    found: list[Finding],
+    suspects: list[str],
+    unchecked: list[str],
+    trying: Trying,
+) -> Diagnosis:
+    assert subject.run is not None
+    run, scale = trials.proxy(subject.run, trying.budget)
+    results, left = trials.try_all(run, suspects, trying.out, trying.budget, trying.seeds)
+    base = results[0]
+    seen = curves.of_words(base.name, base.words, base.steps, [f"best {b:.2f}" for b in base.best])
+    if subject.curves:  # what happened is known: the baseline only shows whether it does here, too
+        if base.trained == len(base.words):
+            says = "the failure does not show in the trials' baseline: nothing could be tried on it"
+            found.append(Finding("note", says, (f"at {scale}" if scale else "same config",)))
+            unchecked.append("changes: the baseline of the trials trains")
+    else:
+        found = [seen, *found]
+    found += trials.causes(base, results[1:])
+    unchecked += [f"{name}: no budget left" for name in left]
+    return Diagnosis(subject.name, _agreed(found), results, scale, (), unchecked)
+
+
+def _agreed(found: list[Finding]) -> list[Finding]:
+    """Suspicions that a trial has confirmed are told by the trial; in a healthy run those that only
+    follow from the config are notes."""
+    tested = {f.verdict for f in found if f.sure == "tested"}
+    kept = [f for f in found if f.sure == "tested" or f.verdict not in tested]
+    if any(f.verdict == "healthy" for f in kept):
+        return [_as_note(f) if f.sure in ("likely", "possible") else f for f in kept]
+    return kept
+
+
+def _as_note(finding: Finding) -> Finding:
+    if finding.kind != "cause":
+        return finding
+    says = f"{finding.verdict}? {finding.says}; it trains all the same"
+    return dataclasses.replace(finding, verdict="note", says=says)
+
+
+def _undetermined(found: list[Finding]) -> list[Finding]:
+    """Nothing at all was found: that is said."""
+    if any(f.kind != "note" for f in found):
+        return found
+    return [Finding("undecided", "nothing that was looked at says whether it trains"), *found]
+
+
+def _without(subject: Subject) -> list[str]:
+    """What cannot be told for lack of input."""
+    lacks = []
+    if subject.run is None:
+        lacks.append("the cause: only a loss curve is known (give the config's fields, or --run)")
+    if subject.curves and subject.baseline.loss is None:
+        lacks.append("whether a plateau is the unigram entropy: give --h1, or --mean-loss")
+    if subject.curves and all(curve.rates is None for curve in subject.curves):
+        lacks.append("the learning rate at each update: the file has no column of it")
+    return lacks
