@@ -341,6 +341,7 @@ class Diagnose:
 
     config: Path | None = None  # a JSON file of fields, or a config.json that normstudy wrote
     run: Path | None = None  # a run folder, or one arm of a study: all its seeds
+    against: Path | None = None  # the other side of a refactor: a config file or run folder
     losses: Path | None = None  # CSV with a header, JSON lines or TensorBoard events
     h1: float | None = None  # with --losses: unigram entropy of the training text, nats
     mean_loss: float | None = None  # with --losses: loss of predicting the mean (regression)
@@ -360,7 +361,7 @@ class _DiagnoseCommand:
 
 def diagnose(argv: Sequence[str]) -> None:
     """Findings end with their exit code."""
-    from normstudy.diagnose import diagnosis, page, subject, verdicts
+    from normstudy.diagnose import against, diagnosis, page, subject, verdicts
 
     file = _value_of("--config", argv)
     base = subject.read_config(Path(file)) if file else config.Run()
@@ -377,7 +378,13 @@ def diagnose(argv: Sequence[str]) -> None:
         out = options.out or Path("runs/diagnose") / mark
         trying = diagnosis.Trying(out, _seconds(options.budget), options.seeds)
     told = diagnosis.make(about, trying)
+    if options.against:
+        other = subject.other_side(_pulled(options.against))
+        told = dataclasses.replace(told, differences=against.differences(about, other))
     print(as_json(page.as_dict(told)) if options.json else page.text(told), flush=True)
+    if trying and told.results:
+        card = shlex.join(["normstudy", "diagnose", *argv])
+        say(f"with pictures: {page.write_report(told, trying.out, card)}")
     if code := verdicts.exit_code(told.findings):
         sys.exit(code)
 

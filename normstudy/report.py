@@ -20,6 +20,7 @@ table { border-collapse: collapse; font: 13px/1.3 ui-monospace, monospace; width
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child, .word { text-align: left; }
 .trained, .spiked { color: #00691c; } .collapsed, .stalled, .diverged { color: #b00020; }
+pre { white-space: pre-wrap; font: 13px/1.4 ui-monospace, monospace; }
 .wide { overflow-x: auto; } .small { color: #555; font-size: .85rem; }
 a { color: #00457c; }
 """
@@ -32,8 +33,12 @@ def write(
     runs: list[Logs],
     rows: list[dict[str, Any]],
     drawn: list[Drawn],
+    told: str = "",
 ) -> None:
-    """Write the page: verdict, table, every figure with its sentence, how it was made."""
+    """Write the page: verdict, table, every figure with its sentence, how it was made.
+
+    told: a text that stands before all of it, as it is for a terminal.
+    """
     first, *others = drawn
     figures = "\n".join(_figure(figure) for figure in others)
     page = f"""<!doctype html>
@@ -41,6 +46,7 @@ def write(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{CSS}</style></head><body>
 <h1>{html.escape(title)}</h1>
+{f"<pre>{html.escape(told)}</pre>" if told else ""}
 <p>{html.escape(verdict(rows))}</p>
 {_figure(first)}
 <h2>What became of each arm</h2>

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from normstudy import config
 from normstudy.diagnose import audits, curves, trials
@@ -24,6 +25,7 @@ class Diagnosis:
     scale: str = ""  # how the trials differ from what was asked; empty: they do not
     literature: Sequence[str] = ()  # what was not tried here
     unchecked: Sequence[str] = ()
+    differences: Sequence[dict[str, Any]] = ()  # against another side, see against.py
 
 
 @dataclass(frozen=True)

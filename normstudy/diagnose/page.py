@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from normstudy import tables
+from normstudy import figures, frames, report, tables
 from normstudy.diagnose.diagnosis import Diagnosis
 from normstudy.diagnose.trials import Result
 from normstudy.diagnose.verdicts import Finding, exit_code, ranked
@@ -19,7 +20,8 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
     schema, subject, verdict (the first finding's), exit_code, findings (each verdict, kind, says,
     evidence, sure, advice, source; in their order of rank), trials (each name, changes, effect,
-    words and steps by seed, best_loss by seed in nats), scale, literature, unchecked.
+    words and steps by seed, best_loss by seed in nats), scale, literature, unchecked, differences
+    (what, there, here, how: set, follows or measured).
     """
     order = ranked(diagnosis.findings)
     return {
@@ -38,6 +40,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "scale": diagnosis.scale,
         "literature": list(diagnosis.literature),
         "unchecked": list(diagnosis.unchecked),
+        "differences": list(diagnosis.differences),
     }  # fmt: skip
 
 
@@ -63,6 +66,9 @@ def text(diagnosis: Diagnosis) -> str:
         if diagnosis.scale:
             lines += _wrapped(diagnosis.scale, "  ", "  ")
         lines += [f"  {line}" for line in tables.text(_trials(diagnosis.results)).splitlines()]
+    if diagnosis.differences:
+        lines += ["", "Differences from the other side"]
+        lines += [f"  {line}" for line in tables.text(diagnosis.differences).splitlines()]
     if diagnosis.literature:
         lines += ["", "From literature, not tested here"]
         for entry in diagnosis.literature:
@@ -76,6 +82,18 @@ def text(diagnosis: Diagnosis) -> str:
         for entry in diagnosis.unchecked:
             lines += _wrapped(entry, "  - ", "    ")
     return "\n".join(lines)
+
+
+def write_report(diagnosis: Diagnosis, out: Path, card: str) -> Path:
+    """OUT/report.html and OUT/figures, of the trials under OUT."""
+    runs = frames.load(out)
+    names = [own.name for own in diagnosis.results]
+    runs = sorted((logs for logs in runs if logs.name in names), key=lambda r: names.index(r.name))
+    drawn = figures.draw_all(runs, out / "figures", figures.WITHOUT_PROBES)
+    rows = [frames.summary_row(logs) for logs in runs]
+    path = out / "report.html"
+    report.write(path, f"Diagnosis of {diagnosis.name}", card, runs, rows, drawn, text(diagnosis))
+    return path
 
 
 def verdict(order: Sequence[Finding]) -> str:

@@ -80,8 +80,9 @@ def read_config(path: Path) -> config.Run:
 
 
 def from_run(folder: Path) -> Subject:
-    """The logs of a run, or of a study that has one arm. Raises UserError where it has several."""
-    runs = frames.load(folder)
+    """The logs of a run, or of all seeds of an arm. Raises UserError for several arms."""
+    seeds = sorted(folder.glob("seed*/config.json"))
+    runs = [logs for seed in seeds for logs in frames.load(seed.parent)] or frames.load(folder)
     names = list(dict.fromkeys(logs.name for logs in runs))
     if len(names) > 1:
         raise UserError(
@@ -92,6 +93,14 @@ def from_run(folder: Path) -> Subject:
     run = runs[0].run
     fields = frozenset(config.fields_of(run))
     return Subject(str(folder), run, fields, curves, Baseline(runs[0].h1))
+
+
+def other_side(path: Path) -> Subject:
+    """A run folder, or a config file."""
+    if path.is_dir():
+        return from_run(path)
+    run = read_config(path)
+    return Subject(str(path), run, frozenset(config.fields_of(run)))
 
 
 def _curve_of(logs: Logs) -> Curve:

@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from normstudy import config, outcome, placements, study, train
+from normstudy import config, outcome, placements, record, study, train
 from normstudy.diagnose.verdicts import Finding
 from normstudy.progress import say
 
 ALIVE = ("trained", "spiked")
 LATER = 1.25  # times the failure step from which on a failure counts as moved
+KIND = "diagnosis"  # of the folder of trials
 FLOPS = 30e9  # a second, of two CPU cores in a step of these sizes (make bench): plans only
 RUNS = 8  # that a budget should hold; a config too large for that is tried at the proxy scale
 
@@ -186,6 +187,7 @@ def try_all(
     trains with every seed nothing is tried.
     """
     began, spent = time.monotonic(), []
+    record.open_folder(out, record.identity(dataclasses.asdict(run), KIND), KIND)
     run = dataclasses.replace(run, probe=dataclasses.replace(run.probe, probe_every=0))
     arms = [("baseline", {}, "", ""), *(
         (trial.name, changes, trial.cause, trial.source) for trial, changes in chosen(run, causes)
