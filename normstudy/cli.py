@@ -422,6 +422,27 @@ def _seconds(budget: str) -> float:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Follow a run while it goes on, and warn. Exit code 1 where anything was warned of."""
+
+    path: Annotated[Path, tyro.conf.Positional]  # a run folder, or JSON lines with loss and step
+    every: float = 5.0  # seconds between two looks
+    patience: float = 600.0  # seconds without a new row after which it ends
+
+
+def watch(argv: Sequence[str]) -> None:
+    command = _parse(Watch, argv)
+    from normstudy.diagnose import watch as room
+
+    warned = False
+    for event in room.follow(command.path, command.every, command.patience):
+        warned |= not isinstance(event, str)
+        print(event if isinstance(event, str) else f"step {event.step}: {event.says}", flush=True)
+    if warned:
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
 class Verify:
     """Is every checkpoint what was saved? Reads all bytes again."""
 
@@ -448,6 +469,7 @@ COMMANDS = {
     "probe": probe,
     "verify": verify,
     "diagnose": diagnose,
+    "watch": watch,
     "placements": placements,
     "aot": aot,
 }
@@ -461,6 +483,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
         print(f"  {'diagnose ...':<22}why does it not train, and what fixes it? tries it")
+        print(f"  {'watch RUN_DIR':<22}follow a run and warn")
         print(f"  {'verify RUN_DIR':<22}are the checkpoints what was saved?")
         print(f"  {'placements':<22}the table: where each placement puts the norm")
         print(f"  {'aot --tpu SLICE':<22}does a run fit a slice of TPUs? needs none")

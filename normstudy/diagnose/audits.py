@@ -15,7 +15,8 @@ from normstudy.diagnose.verdicts import Finding
 LARGE = 2.0  # times the std of its rule: a branch matrix that is larger is suspected
 SURE = 1.0  # nats above ln V at step 0: the model is sure of what it cannot know
 VANISHED = 0.05  # skip-path gain below which the skip path carries nothing to the bottom
-DUPLICATES = 0.05  # share of the windows that come again
+DUPLICATES = 0.05  # share of the text that comes again
+STRETCH, SAMPLE = 64, 16  # tokens of a stretch; one in so many stands for all
 POSITIONS, SEQUENCES = 32, 2  # that the mean field follows
 
 
@@ -153,17 +154,35 @@ def optimizer(run: config.Run) -> list[Finding]:
 
 
 def text(run: config.Run) -> list[Finding]:
-    """How much of the training text comes again, window by window."""
+    """How much of the training text comes again."""
     feed = data.feed(run)
     train, _ = feed.text.split(run.data.val_fraction)
-    T = run.model.context
-    windows = np.ascontiguousarray(train[: len(train) // T * T].reshape(-1, T))
-    kinds = len(np.unique(windows.view(np.dtype((np.void, windows.itemsize * T))).ravel()))
-    share = 1 - kinds / len(windows)
-    words = f"{share:.1%} of the training windows of {T} tokens are copies of others"
+    share = copies(train)
+    words = f"{share:.1%} of the training text's stretches of {STRETCH} tokens are copies of others"
     if share > DUPLICATES:
         return [Finding("duplicate data", words, (feed.text.name,), "measured")]
     return [Finding("note", f"{words}; H1 = {feed.h1:.2f} nats")]
+
+
+def copies(tokens: np.ndarray) -> float:
+    """Share of the stretches of STRETCH tokens, at any offset, that were there before.
+
+    Each has a hash mod 2^64, sum of token * base^offset; those whose hash has SAMPLE as a factor
+    stand for all: which they are depends on what they say and not on where they are.
+    """
+    if len(tokens) < STRETCH:
+        return 0.0
+    base = np.uint64(0x9E3779B97F4A7C15)  # odd: has an inverse
+    inverse = np.uint64(pow(int(base), -1, 2**64))
+    powers, back = (
+        np.cumprod(np.concatenate([[np.uint64(1)], np.full(len(tokens) - 1, own)]), dtype=np.uint64)
+        for own in (base, inverse)
+    )
+    sums = np.concatenate([[np.uint64(0)], np.cumsum((tokens + np.uint64(1)) * powers)])
+    hashes = (sums[STRETCH:] - sums[:-STRETCH]) * back[: len(tokens) - STRETCH + 1]
+    hashes ^= hashes >> np.uint64(29)  # the low bits of such a sum hang on the low bits alone
+    hashes = hashes[hashes % np.uint64(SAMPLE) == 0]
+    return 1 - len(np.unique(hashes)) / len(hashes) if len(hashes) else 0.0
 
 
 @functools.lru_cache(maxsize=1)

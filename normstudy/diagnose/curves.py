@@ -29,17 +29,26 @@ class Told(NamedTuple):
 def tell(curve: Curve, baseline: Baseline) -> Told:
     """The outcome of a curve, by outcome.py's rule over its rows. Without a baseline what is flat
     is undecided: a plateau has no name."""
-    losses, stride = curve.losses, _stride(curve)
+    stride = _stride(curve)
     if baseline.loss is None:
-        told = _without_baseline(losses)
-    elif baseline.name.startswith("the unigram"):
-        found = outcome.classify(losses, baseline.loss, curve.warmup // stride)
-        told = Told(found.word, found.step, found.why)
-    else:  # another unit: relative to the baseline, so that the rule's nats become shares of it
-        found = outcome.classify(losses / baseline.loss, 1.0, curve.warmup // stride)
-        told = Told(found.word, found.step, f"{found.why}; losses over {baseline.name}")
-    step = int(curve.steps[min(told.step, len(losses) - 1)]) if stride > 1 else told.step
+        told = _without_baseline(curve.losses)
+    else:
+        losses, level = _in_nats(curve.losses, baseline)
+        told = Told(**outcome.classify(losses, level, curve.warmup // stride).as_dict())
+        if level != baseline.loss:
+            why = told.why.replace("H1 = 1.00", f"{baseline.name} ({baseline.loss:.4g})")
+            told = told._replace(why=f"{why}; numbers relative to it")
+    step = int(curve.steps[min(told.step, len(curve.losses) - 1)]) if stride > 1 else told.step
     return told._replace(step=step)
+
+
+def _in_nats(losses: np.ndarray, baseline: Baseline) -> tuple[np.ndarray, float]:
+    """(losses, the baseline's) in the unit of the rule; what has another unit, over its baseline:
+    the rule's nats are shares of it then."""
+    assert baseline.loss is not None
+    if baseline.name.startswith("the unigram"):
+        return losses, baseline.loss
+    return losses / baseline.loss, 1.0
 
 
 def _without_baseline(losses: np.ndarray) -> Told:
@@ -71,7 +80,10 @@ def symptoms(subject: Subject) -> list[Finding]:
     if finite < len(told):
         more = f"{finite} of {len(told)} runs are finite; no mean is taken over the others"
         found = dataclasses.replace(found, evidence=(*found.evidence, more))
-    return [found, *(_near(subject) if found.verdict == "undecided" else [])]
+    if found.verdict not in ("healthy", "undecided"):
+        return [found]
+    near = _near(subject)
+    return near if found.verdict == "healthy" and near else [found, *near]
 
 
 def of_words(name: str, words: Sequence[str], steps: Sequence[int], whys: Sequence[str]) -> Finding:
@@ -90,13 +102,20 @@ def of_words(name: str, words: Sequence[str], steps: Sequence[int], whys: Sequen
 
 
 def _near(subject: Subject) -> list[Finding]:
-    """A plateau that is called undecided, near the baseline all the same."""
-    level, found = subject.baseline.loss, []
-    for curve in subject.curves:
-        flat = outcome.smooth(curve.losses)[-outcome.RULE.stay :]
-        if level is not None and len(flat) and abs(flat - level).max() < outcome.RULE.near:
-            what = f"{curve.name} is flat near {subject.baseline.name} ({flat[-1]:.2f})"
-            found.append(Finding("stalled", what, (), "possible"))
+    """A plateau that no rule calls stalled, and that is near the baseline all the same."""
+    rule, found = outcome.RULE, []
+    for curve in subject.curves if subject.baseline.loss is not None else ():
+        losses, level = _in_nats(curve.losses, subject.baseline)
+        flat = outcome.smooth(losses)[len(losses) // 2 :]
+        if len(flat) < rule.stay or not np.isfinite(flat).all():
+            continue
+        if np.ptp(flat) < 2 * rule.margin and abs(flat - level).max() < rule.near:
+            says = (
+                f"{curve.name}: flat at {np.mean(curve.losses[-rule.window :]):.4g} since the "
+                f"middle of the run, near {subject.baseline.name} ({subject.baseline.loss:.4g}): "
+                "it knows little more than that"
+            )
+            found.append(Finding("stalled", says, (), "likely"))
     return found
 
 
@@ -137,9 +156,9 @@ def rates(subject: Subject) -> list[Finding]:
                 + "; the parameters do not move there"
             )
             found.append(Finding("note" if first == 1 else "schedule", what))
-        zeros = np.flatnonzero(lr[first:] == 0) + first
-        if len(zeros) and zeros[0] < len(lr) - 1:
-            what = f"{curve.name}: the learning rate is 0 from step {curve.steps[zeros[0]]} on"
+        last = len(lr) - int(np.argmax(lr[::-1] > 0))
+        if last < len(lr) - 1:  # one zero, at the very end, is what a decay to zero asks for
+            what = f"{curve.name}: the learning rate is 0 from step {curve.steps[last]} on"
             found.append(Finding("schedule", what))
         found += _restarts(curve, lr, first)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from normstudy import config
-from normstudy.diagnose import audits, curves, trials
+from normstudy.diagnose import alarms, audits, curves, trials
 from normstudy.diagnose.subject import Subject
 from normstudy.diagnose.trials import Result
 from normstudy.diagnose.verdicts import Finding
@@ -42,7 +42,7 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
 
     Raises UserError for a config that cannot be trained, and where OUT holds something else.
     """
-    found = curves.findings(subject)
+    found = [*curves.findings(subject), *alarms.underflow(subject), *_signs(subject)]
     unchecked = _without(subject)
     if subject.run is None:
         return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
@@ -63,6 +63,13 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
     if subject.curves and not failed:
         return Diagnosis(subject.name, found, (), "", (), unchecked)
     return _tried(subject, found, suspects, unchecked, trying)
+
+
+def _signs(subject: Subject) -> list[Finding]:
+    """Early signs in the runs that failed."""
+    told = {curve.name: curves.tell(curve, subject.baseline) for curve in subject.curves}
+    failed = {name: own.step for name, own in told.items() if own.word in curves.DEAD}
+    return alarms.findings(subject, failed)
 
 
 def _tried(

@@ -76,7 +76,9 @@ def text(diagnosis: Diagnosis) -> str:
     if notes:
         lines += ["", "Also seen"]
         for finding in notes:
-            lines += _wrapped("; ".join((finding.says, *finding.evidence)), "  - ", "    ")
+            lines += _wrapped(finding.says, "  - ", "    ")
+            for evidence in finding.evidence:
+                lines += _wrapped(evidence, "      ", "      ")
     if diagnosis.unchecked:
         lines += ["", "Not checked"]
         for entry in diagnosis.unchecked:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from normstudy import config, frames
+from normstudy import config, frames, record
 from normstudy.errors import UserError
 from normstudy.frames import Logs
 
@@ -136,12 +136,27 @@ def from_losses(
     return Subject(str(path), run, known, (curve,), baseline)
 
 
+def rows(path: Path) -> list[dict[str, Any]]:
+    """A loss file as rows with the names that normstudy gives them; a torn last line left out."""
+    found = []
+    for number, row in enumerate(record.read_lines(path)):
+        own = {name: _number(row[key]) for name, key in _keys(row).items()}
+        if "loss" not in own:
+            raise UserError(f"{path}, line {number + 1} has no loss")
+        found.append(own | {"step": int(own.get("step", number))})
+    return found
+
+
+def _keys(row: dict[str, Any]) -> dict[str, str]:
+    """{our name: theirs} of the columns that a row has."""
+    present = {ours: [name for name in names if name in row] for ours, names in COLUMNS.items()}
+    return {ours: names[0] for ours, names in present.items() if names}
+
+
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray | None:
     """A column by any of its names; a gap is no number (nan)."""
-    present = [other for other in COLUMNS[name] if other in rows[0]]
-    if not present:
-        return None
-    return np.array([_number(row.get(present[0])) for row in rows])
+    key = _keys(rows[0]).get(name)
+    return None if key is None else np.array([_number(row.get(key)) for row in rows])
 
 
 def _number(entry: Any) -> float:
