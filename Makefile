@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 EXTRAS ?= test
 ARGS   ?=
 
-.PHONY: install reproduce tune bench profile depth thousand study test fault lint figures clean
+.PHONY: install reproduce tune bench profile depth thousand study test fault cases lint figures clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,10 @@ figures: install
 fault:
 	$(MAKE) install VENV=.venv-fault EXTRAS=test,aot
 	.venv-fault/bin/python -m pytest -n 2 --dist loadgroup -m fault $(ARGS)
+
+# public bug reports made small, each diagnosed with trials: one at a time, for they have a time budget
+cases: install
+	$(BIN)/python -m pytest -m cases $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

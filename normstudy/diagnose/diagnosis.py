@@ -10,7 +10,7 @@ from typing import Any
 
 from normstudy import config
 from normstudy.diagnose import alarms, audits, curves, trials
-from normstudy.diagnose.subject import Subject
+from normstudy.diagnose.subject import Subject, from_run
 from normstudy.diagnose.trials import Result
 from normstudy.diagnose.verdicts import Finding
 
@@ -33,7 +33,7 @@ class Trying:
     """Whether and how changes are tried."""
 
     out: Path
-    budget: float = 300.0  # seconds
+    budget: float = 240.0  # seconds
     seeds: int = 1
 
 
@@ -42,7 +42,7 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
 
     Raises UserError for a config that cannot be trained, and where OUT holds something else.
     """
-    found = [*curves.findings(subject), *alarms.underflow(subject), *_signs(subject)]
+    found = _of_curves(subject)
     unchecked = _without(subject)
     if subject.run is None:
         return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
@@ -65,6 +65,11 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
     return _tried(subject, found, suspects, unchecked, trying)
 
 
+def _of_curves(subject: Subject) -> list[Finding]:
+    """All that logs or a loss curve say."""
+    return [*curves.findings(subject), *alarms.underflow(subject), *_signs(subject)]
+
+
 def _signs(subject: Subject) -> list[Finding]:
     """Early signs in the runs that failed."""
     told = {curve.name: curves.tell(curve, subject.baseline) for curve in subject.curves}
@@ -81,19 +86,22 @@ def _tried(
 ) -> Diagnosis:
     assert subject.run is not None
     run, scale = trials.proxy(subject.run, trying.budget)
-    results, left = trials.try_all(run, suspects, trying.out, trying.budget, trying.seeds)
-    base = results[0]
-    seen = curves.of_words(base.name, base.words, base.steps, [f"best {b:.2f}" for b in base.best])
-    if subject.curves:  # what happened is known: the baseline only shows whether it does here, too
-        if base.trained == len(base.words):
-            says = "the failure does not show in the trials' baseline: nothing could be tried on it"
-            found.append(Finding("note", says, (f"at {scale}" if scale else "same config",)))
-            unchecked.append("changes: the baseline of the trials trains")
-    else:
-        found = [seen, *found]
-    found += trials.causes(base, results[1:])
+    bench = trials.Bench(run, trying.out, trying.budget, trying.seeds)
+    base, folder = bench.baseline()
+    seen = _of_curves(from_run(folder))
+    if not subject.curves:
+        found = [*seen, *found]
+    elif base.trained == len(base.words):  # what happened is known, and does not happen here
+        says = "the failure does not show in the trials' baseline: nothing could be tried on it"
+        found.append(Finding("note", says, (f"at {scale}" if scale else "same config",)))
+        unchecked.append("changes: the baseline of the trials trains")
+    if base.trained == len(base.words):
+        return Diagnosis(subject.name, _agreed(found), [base], scale, (), unchecked)
+    suspects += [finding.verdict for finding in seen if finding.kind == "cause"]
+    results, left = bench.attempt(base, trials.chosen(run, suspects))
+    found += trials.causes(base, results, left)
     unchecked += [f"{name}: no budget left" for name in left]
-    return Diagnosis(subject.name, _agreed(found), results, scale, (), unchecked)
+    return Diagnosis(subject.name, _agreed(found), [base, *results], scale, (), unchecked)
 
 
 def _agreed(found: list[Finding]) -> list[Finding]:

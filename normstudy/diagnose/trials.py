@@ -178,59 +178,68 @@ def chosen(run: config.Run, causes: Sequence[str]) -> list[tuple[Trial, dict[str
     return sorted(own, key=lambda pair: order.get(pair[0].cause, len(order)))
 
 
-def try_all(
-    run: config.Run, causes: Sequence[str], out: Path, budget: float, seeds: int
-) -> tuple[list[Result], list[str]]:
-    """(results, the baseline first; names of what the budget did not hold), best first.
+class Bench:
+    """Where changes are tried: OUT/arms holds their runs, and finished ones are not run again."""
 
-    budget in seconds. Runs lie in OUT/arms; finished ones are not run again. Where the baseline
-    trains with every seed nothing is tried.
-    """
-    began, spent = time.monotonic(), []
-    record.open_folder(out, record.identity(dataclasses.asdict(run), KIND), KIND)
-    run = dataclasses.replace(run, probe=dataclasses.replace(run.probe, probe_every=0))
-    arms = [("baseline", {}, "", ""), *(
-        (trial.name, changes, trial.cause, trial.source) for trial, changes in chosen(run, causes)
-    )]  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {}
-    left: list[str] = []
-    for i, (name, changes, _, _) in enumerate(arms):
-        arm = config.override(run, **changes)
-        work = _flops(arm) * arm.steps
-        pace = max((seconds / flops for seconds, flops in spent), default=1 / FLOPS)
-        left_s = budget - (time.monotonic() - began)
-        if i and pace * work > left_s:
-            left.append(name)
-            continue
-        rows = []
-        for seed in range(run.seed, run.seed + seeds):
-            say(f"[{i + 1}/{len(arms)}] {name} seed {seed} ({max(left_s, 0):.0f} s of budget left)")
-            started = time.monotonic()
-            folder = out / "arms" / study.slug(name) / f"seed{seed}"
-            rows.append(train.train(dataclasses.replace(arm, seed=seed), folder, name))
-            spent.append((time.monotonic() - started, work))
-            if budget - (time.monotonic() - began) < pace * work:
-                break
-        found[name] = rows
-        if not i and all(row["word"] in ALIVE for row in rows):
-            left = []
-            break
-    base = _result(arms[0], found["baseline"], None)
-    results = [base]
-    for arm in arms[1:]:
-        if arm[0] in found:
-            own = _result(arm, found[arm[0]], None)
+    def __init__(self, run: config.Run, out: Path, budget: float, seeds: int):
+        """budget: seconds, for all that is tried. Raises UserError where OUT holds the trials of
+        another config."""
+        record.open_folder(out, record.identity(dataclasses.asdict(run), KIND), KIND)
+        self.run, self.out, self.budget, self.seeds = run, out, budget, seeds
+        self.began = time.monotonic()
+        self.paces: list[float] = []  # seconds for each FLOP, of runs so far
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - (time.monotonic() - self.began)
+
+    def baseline(self) -> tuple[Result, Path]:
+        """The run as it is, probed as its config says, whatever the budget; and its folder."""
+        found = self._seeds("baseline", self.run)
+        return Result("baseline", {}, "", "", *_columns(found)), self.out / "arms" / "baseline"
+
+    def attempt(
+        self, base: Result, changes: Sequence[tuple[Trial, dict[str, Any]]]
+    ) -> tuple[list[Result], list[str]]:
+        """(results of the changes, names of those that the budget did not hold), in their order."""
+        results, without = [], []
+        plain = dataclasses.replace(self.run.probe, probe_every=0)
+        for i, (trial, changed) in enumerate(changes, start=1):
+            arm = dataclasses.replace(config.override(self.run, **changed), probe=plain)
+            if self._cost(arm) > self.left:
+                without.append(trial.name)
+                continue
+            say(f"[{i}/{len(changes)}] {trial.name} ({self.left:.0f} s of the budget left)")
+            found = self._seeds(trial.name, arm)
+            own = Result(trial.name, changed, trial.cause, trial.source, *_columns(found))
             results.append(dataclasses.replace(own, effect=effect(base, own)))
-    return results, left
+        return results, without
+
+    def _seeds(self, name: str, arm: config.Run) -> list[dict[str, Any]]:
+        """What each seed came to; the first in any case, others while the budget lasts."""
+        found = []
+        for seed in range(arm.seed, arm.seed + self.seeds):
+            if found and self._cost(arm) > self.left:
+                break
+            began = time.monotonic()
+            folder = self.out / "arms" / study.slug(name) / f"seed{seed}"
+            found.append(train.train(dataclasses.replace(arm, seed=seed), folder, name))
+            self.paces.append((time.monotonic() - began) / (_flops(arm) * arm.steps))
+        return found
+
+    def _cost(self, arm: config.Run) -> float:
+        """Seconds that it will take: as fast as the fastest so far, which compiled nothing."""
+        return min(self.paces, default=1 / FLOPS) * _flops(arm) * arm.steps
 
 
-def _result(arm: tuple, rows: list[dict[str, Any]], effect: Effect | None) -> Result:
-    name, changes, cause, source = arm
-    return Result(
-        name, changes, cause, source, tuple(row["word"] for row in rows),
-        tuple(int(row["step"]) for row in rows),
-        tuple(float(row["best_loss"]) for row in rows), effect,
-    )  # fmt: skip
+def _columns(found: list[dict[str, Any]]) -> tuple[tuple, tuple, tuple]:
+    """(words, steps, best losses) of the seeds."""
+    return (
+        tuple(row["word"] for row in found),
+        tuple(int(row["step"]) for row in found),
+        tuple(float(row["best_loss"]) for row in found),
+    )
 
 
 def effect(base: Result, own: Result) -> Effect:
@@ -251,8 +260,11 @@ def effect(base: Result, own: Result) -> Effect:
     return "no effect"
 
 
-def causes(base: Result, results: Sequence[Result]) -> list[Finding]:
-    """The findings that trials are evidence for; that nothing cures is one, too."""
+def causes(base: Result, results: Sequence[Result], untried: Sequence[str] = ()) -> list[Finding]:
+    """The findings that trials are evidence for; that nothing cures is one, too.
+
+    untried: names of changes that were not tried: as long as there are any, one may cure it.
+    """
     if base.trained == len(base.words):
         return []
     found, cured = [], [own for own in results if own.effect == "cures"]
@@ -271,10 +283,13 @@ def causes(base: Result, results: Sequence[Result]) -> list[Finding]:
         if own.effect == "delays":
             says = f"{own.name} is a delay and no cure: it only moves the failure"
             found.append(Finding("note", says, (tell(own, base),), "tested"))
-    if results and not cured:
+    if results and not any(own.effect in ("cures", "cures some seeds") for own in results):
         says = f"none of {len(results)} changes that were tried cures it"
         evidence = tuple(tell(own, base) for own in results)
-        found.append(Finding("not attributable", says, evidence, "tested"))
+        if untried:
+            says += f"; {len(untried)} were not tried"
+        verdict = "note" if untried else "not attributable"
+        found.append(Finding(verdict, says, evidence, "tested"))
     return found
 
 
