@@ -72,3 +72,40 @@ def test_a27_small_batch_does_not_stall_at_this_scale_and_nothing_is_blamed(tmp_
 def test_a32_epsilon_is_not_recommended_to_a_run_that_trains(tmp_path):
     told = diagnose(tmp_path, "--placement", "pre", "--layers", 12, "--lr", 1e-3, "--steps", 300)
     assert told["verdict"] == "healthy" and len(told["trials"]) == 1
+
+
+def test_a07_half_the_rate_is_a_delay_of_t_fixup_s_divergence_at_40_blocks(tmp_path):
+    """The report's symptom shows at 3e-2 here, and a quarter of the rate does cure it."""
+    told = diagnose(
+        tmp_path, "--placement", "t-fixup", "--layers", 40, "--lr", 3e-2, "--steps", 300
+    )
+    assert told["verdict"] == "diverged"
+    assert effects(told)["lr / 2"] == "delays"
+    assert causes(told) == {"learning rate too high"}
+
+
+def test_a16_large_init_does_not_fail_at_this_scale_and_is_a_note(tmp_path):
+    """16 blocks of width 64 at four times Xavier's std: suspected before training, and it trains."""
+    told = diagnose(
+        tmp_path, "--placement", "pre", "--layers", 16, "--width", 64, "--ff", 256, "--init",
+        "normal", "--init-std", 0.5, "--lr", 3e-2, "--steps", 300,
+    )  # fmt: skip
+    assert told["verdict"] == "healthy" and not causes(told)
+    assert any(f["says"].startswith("init scale?") for f in told["findings"])
+
+
+def test_a05_mixed_stack_of_24_blocks_trains_with_a_hundredth_of_warmup_at_this_scale(tmp_path):
+    told = diagnose(
+        tmp_path, "--placement", "mix-ln", "--layers", 24, "--lr", 2e-3, "--warmup", 3,
+        "--steps", 300,
+    )  # fmt: skip
+    assert told["verdict"] == "healthy"
+
+
+def test_a35_post_norm_of_20_blocks_stalls_and_each_change_has_its_measured_effect(tmp_path):
+    told = diagnose(
+        tmp_path, "--placement", "post", "--layers", 20, "--lr", 1e-3, "--warmup", 30,
+        "--steps", 300,
+    )  # fmt: skip
+    assert told["verdict"] == "stalled"
+    assert {"warmup over half of the run", "lr / 2"} <= set(effects(told))
