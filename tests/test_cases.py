@@ -85,7 +85,7 @@ def test_a07_half_the_rate_is_a_delay_of_t_fixup_s_divergence_at_40_blocks(tmp_p
 
 
 def test_a16_large_init_does_not_fail_at_this_scale_and_is_a_note(tmp_path):
-    """16 blocks of width 64 at four times Xavier's std: suspected before training, and it trains."""
+    """16 blocks of width 64 at four times Xavier's std: suspected beforehand, and it trains."""
     told = diagnose(
         tmp_path, "--placement", "pre", "--layers", 16, "--width", 64, "--ff", 256, "--init",
         "normal", "--init-std", 0.5, "--lr", 3e-2, "--steps", 300,

@@ -469,12 +469,12 @@ def test_config_that_does_not_fit_the_budget_is_tried_at_a_stated_proxy():
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    """A post-norm run of 60 updates whose rate is absurd, with a budget for few changes."""
+    """A post-norm run of 60 updates whose rate is absurd, with a budget for a change or two."""
     out = tmp_path_factory.mktemp("trials") / "out"
     run = tiny.run(placement="post", lr=3.0, steps=60)
     told = diagnosis.make(
         Subject("it", run, frozenset(config.fields_of(run)), (), Baseline(H1)),
-        diagnosis.Trying(out, budget=30.0),
+        diagnosis.Trying(out, budget=8.0),
     )
     return out, told
 
