@@ -98,6 +98,14 @@ def test_without_a_baseline_a_plateau_has_no_name_but_what_is_not_finite_has():
     assert verdicts(curves.symptoms(subject(broken, h1=None))) == ["diverged"]
 
 
+def test_outcome_that_normstudy_wrote_is_taken_for_losses_do_not_tell_of_gradients():
+    """A run whose last gradient was refused has finite losses."""
+    ended = {"word": "diverged", "step": 11, "why": "a gradient is not finite at step 11"}
+    logs = frames.Logs("run", config.Run(), H1, 1.0, (), [], [], ended)
+    own = dataclasses.replace(curve(5.5 + 0 * FALLS[:11]), logs=logs)
+    assert curves.tell(own, Baseline(H1)) == ("diverged", 11, ended["why"])
+
+
 def test_rows_that_are_ten_updates_apart_date_from_updates():
     sparse = dataclasses.replace(curve(3 + FALLS), steps=np.arange(400) * 10)
     (found,) = curves.symptoms(Subject("it", None, frozenset(), (sparse,), Baseline(H1)))

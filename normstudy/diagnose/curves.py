@@ -27,8 +27,11 @@ class Told(NamedTuple):
 
 
 def tell(curve: Curve, baseline: Baseline) -> Told:
-    """The outcome of a curve, by outcome.py's rule over its rows. Without a baseline what is flat
-    is undecided: a plateau has no name."""
+    """The outcome of a curve: what normstudy wrote, which knows of gradients, too; else by
+    outcome.py's rule over its rows. Without a baseline what is flat is undecided: a plateau has no
+    name."""
+    if curve.logs and curve.logs.outcome:
+        return Told(*(curve.logs.outcome[name] for name in Told._fields))
     stride = _stride(curve)
     if baseline.loss is None:
         told = _without_baseline(curve.losses)

@@ -224,8 +224,11 @@ class Bench:
                 break
             began = time.monotonic()
             folder = self.out / "arms" / study.slug(name) / f"seed{seed}"
+            before = (folder / record.OUTCOME).exists()
             found.append(train.train(dataclasses.replace(arm, seed=seed), folder, name))
-            self.paces.append((time.monotonic() - began) / (_flops(arm) * arm.steps))
+            if not before:
+                work = _flops(arm) * found[-1]["steps_done"]
+                self.paces.append((time.monotonic() - began) / work)
         return found
 
     def _cost(self, arm: config.Run) -> float:
