@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,6 +278,24 @@ def test_config_of_one_that_works_has_notes_alone():
     run = tiny.run(placement="pre")
     found, left = audits.findings(run, frozenset(config.fields_of(run)))
     assert {finding.verdict for finding in found} == {"note"} and not left
+
+
+def test_model_that_is_too_large_to_make_is_audited_by_its_config_alone():
+    run = config.override(config.Run(), width=4096, heads=32, ff=16384, layers=51, placement="pre")
+    found, left = audits.findings(run, frozenset(config.fields_of(run)))
+    assert [entry.split(":")[0] for entry in left] == ["loss at step 0", "wiring"]
+    assert "1e+10 parameters" in left[0]
+    assert {finding.verdict for finding in found} == {"note"}
+
+
+def test_suspicion_against_a_run_that_trains_is_a_note():
+    run = tiny.run(layers=24, placement="post")
+    known = frozenset(config.fields_of(run))
+    own = Subject("it", run, known, (curve(2 + FALLS),), Baseline(H1))
+    for trying in (None, diagnosis.Trying(Path("unused"))):
+        told = diagnosis.make(own, trying)
+        assert verdicts(told.findings) == ["healthy"]
+        assert any("it trains all the same" in finding.says for finding in told.findings)
 
 
 def test_audits_that_lack_a_field_say_which():

@@ -17,6 +17,7 @@ SURE = 1.0  # nats above ln V at step 0: the model is sure of what it cannot kno
 VANISHED = 0.05  # skip-path gain below which the skip path carries nothing to the bottom
 DUPLICATES = 0.05  # share of the text that comes again
 STRETCH, SAMPLE = 64, 16  # tokens of a stretch; one in so many stands for all
+LARGEST = 1e8  # parameters of a model that is made: 400 MB
 POSITIONS, SEQUENCES = 32, 2  # that the mean field follows
 
 
@@ -91,7 +92,7 @@ def first_loss(run: config.Run) -> list[Finding]:
 
 
 def structure(run: config.Run) -> list[Finding]:
-    """What the row lacks, and what its blocks really compute."""
+    """What the row lacks, and sizes that are not the usual ones."""
     place, found = placements.row(run.model.placement), []
     if place.norms and not place.skip_norms and not place.final_norm:
         says = (
@@ -106,12 +107,16 @@ def structure(run: config.Run) -> list[Finding]:
     if run.model.width // run.model.heads < 8:
         says = f"{run.model.heads} heads of {run.model.width // run.model.heads}: small ones"
         found.append(Finding("note", says))
+    return found
+
+
+def wired(run: config.Run) -> list[Finding]:
+    """What the blocks really compute, by the wiring check."""
     report = wiring.check_model(_start(run).model, run.model)
     if report.agrees:
-        found.append(Finding("note", report.sentences()[0]))
-    else:
-        found.append(Finding("structure", "; ".join(report.sentences()), (place.text,)))
-    return found
+        return [Finding("note", report.sentences()[0])]
+    text = placements.row(run.model.placement).text
+    return [Finding("structure", "; ".join(report.sentences()), (text,))]
 
 
 def placement(run: config.Run) -> list[Finding]:
@@ -201,10 +206,14 @@ AUDITS: dict[str, tuple[Callable[[config.Run], list[Finding]], frozenset[str]]] 
     "init": (init, frozenset({"placement", "layers", "width", "init"})),
     "loss at step 0": (first_loss, frozenset({"placement", "layers", "width", "vocab", "corpus"})),
     "structure": (structure, frozenset({"placement", "width", "heads"})),
+    "wiring": (wired, frozenset({"placement", "layers", "width", "heads"})),
     "placement": (placement, frozenset({"placement", "layers", "lr", "warmup"})),
     "optimizer": (optimizer, frozenset({"optimizer", "lr"})),
     "text": (text, frozenset({"corpus"})),
 }
+
+
+MADE = (first_loss, wired)  # audits that make the model
 
 
 def findings(run: config.Run, known: frozenset[str]) -> tuple[list[Finding], list[str]]:
@@ -213,6 +222,14 @@ def findings(run: config.Run, known: frozenset[str]) -> tuple[list[Finding], lis
     for name, (audit, needs) in AUDITS.items():
         if missing := sorted(needs - known):
             left.append(f"{name}: {', '.join(missing)} not known")
-            continue
-        found += audit(run)
+        elif audit in MADE and (size := _parameters(run.model)) > LARGEST:
+            left.append(f"{name}: {size:.2g} parameters are too many to make here")
+        else:
+            found += audit(run)
     return found, left
+
+
+def _parameters(model: config.Model) -> float:
+    """How many there are, but for norms and gains."""
+    m = model
+    return m.layers * (4.0 * m.width**2 + 2 * m.width * m.ff) + (2 * m.vocab + m.context) * m.width

@@ -59,9 +59,9 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
         if not subject.curves:
             unchecked.append("whether it trains: nothing was run (--no-runs)")
             found.append(Finding("undecided", "nothing was run"))
-        return Diagnosis(subject.name, found, (), "", books, unchecked)
+        return Diagnosis(subject.name, _agreed(found), (), "", books, unchecked)
     if subject.curves and not failed:
-        return Diagnosis(subject.name, found, (), "", (), unchecked)
+        return Diagnosis(subject.name, _agreed(found), (), "", (), unchecked)
     return _tried(subject, found, suspects, unchecked, trying)
 
 
