@@ -104,7 +104,7 @@ def _parse_run(
     _check_options(argv, [*names, *config.fields_of(config.Run())])
     helps = "--help" in argv or "-h" in argv
     asked = _value_of("--preset", argv) or options.preset
-    preset = asked or ("cpu" if helps else _preset_for_backend(argv))
+    preset = asked or ("cpu" if helps or base is not None else _preset_for_backend(argv))
     start = config.PRESETS[choose("preset", preset, config.PRESETS)] if base is None else base
     run = config.override(start, **fields)
     return tyro.cli(
@@ -335,12 +335,14 @@ class Diagnose:
     """Why does it not train, and what fixes it? Changes that would are tried, one at a time.
 
     A config by its fields (--placement post --layers 24 --lr 1e-3 ...) or --config; or --run; or
-    --losses, with what is known beside it. Exit codes: 0 healthy, 1 findings, 2 bad input, 3 could
-    not decide.
+    --checkpoint; or --losses, with what is known beside it.
+
+    Exit codes: 0 healthy, 1 findings, 2 bad input, 3 could not decide.
     """
 
     config: Path | None = None  # a JSON file of fields, or a config.json that normstudy wrote
     run: Path | None = None  # a run folder, or one arm of a study: all its seeds
+    checkpoint: Path | None = None  # a run folder, its ckpt folder or one step in it
     against: Path | None = None  # the other side of a refactor: a config file or run folder
     losses: Path | None = None  # CSV with a header, JSON lines or TensorBoard events
     h1: float | None = None  # with --losses: unigram entropy of the training text, nats
@@ -361,16 +363,21 @@ class _DiagnoseCommand:
 
 def diagnose(argv: Sequence[str]) -> None:
     """Findings end with their exit code."""
+    from normstudy import runtime
     from normstudy.diagnose import against, diagnosis, page, subject, verdicts
 
     file = _value_of("--config", argv)
     base = subject.read_config(Path(file)) if file else config.Run()
-    base = None if _value_of("--preset", argv) and not file else base
+    if (preset := _value_of("--preset", argv)) and not file:
+        base = config.PRESETS[choose("preset", preset, config.PRESETS)]
     card = Diagnose.__doc__ or ""
     command = _parse_run(_DiagnoseCommand, argv, Diagnose(), card, base=base)
     options, run = command.options, command.model
-    if len(asked := [n for n in ("config", "run", "losses") if getattr(options, n)]) > 1:
+    ways = ("config", "run", "checkpoint", "losses")
+    if len(asked := [name for name in ways if getattr(options, name)]) > 1:
         raise UserError(f"give one of {', '.join('--' + name for name in asked)}")
+    # a checkpoint opens on one device, whatever wrote it
+    runtime.start(cpu_devices=1 if options.checkpoint else None, launch=config.Launch())
     about = _subject(options, run, _given(argv))
     trying = None
     if options.runs:
@@ -396,6 +403,10 @@ def _subject(options: Diagnose, run: config.Run, given: frozenset[str]) -> Any:
 
     if options.run:
         return subject.from_run(_pulled(options.run))
+    if options.checkpoint:
+        from normstudy.diagnose.checkpoints import from_checkpoint
+
+        return from_checkpoint(_pulled(options.checkpoint))
     if not options.losses:
         return subject.from_config(run, data.feed(run).h1)
     if options.mean_loss is not None:

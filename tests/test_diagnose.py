@@ -12,6 +12,7 @@ from tensorboardX import SummaryWriter
 
 from normstudy import cli, config, frames, placements, record
 from normstudy.diagnose import against, alarms, audits, curves, diagnosis, page, trials, watch
+from normstudy.diagnose.checkpoints import from_checkpoint
 from normstudy.diagnose.subject import (
     Baseline,
     Curve,
@@ -559,6 +560,16 @@ def test_command_on_a_run_folder_agrees_with_its_outcome(finished, capsys, no_st
     told = json.loads(capsys.readouterr().out)
     assert (ended.value.code, told["exit_code"], told["verdict"]) == (3, 3, "undecided")
     assert from_run(folder).run == run
+
+
+def test_checkpoint_is_told_by_its_loss_and_its_checks(finished):
+    _, folder, _ = finished
+    own = from_checkpoint(folder)
+    assert (own.run, own.curves) == (finished[0], ())
+    assert verdicts(own.seen) == ["undecided"]  # eight updates
+    assert any("wired as declared" in finding.says for finding in own.seen)
+    told = diagnosis.make(own, diagnosis.Trying(Path("unused")))
+    assert exit_code(told.findings) == 3 and not told.results
 
 
 def test_command_without_runs_cites_and_says_that_nothing_was_tried(capsys, no_start):

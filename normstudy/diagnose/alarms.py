@@ -139,22 +139,28 @@ def findings(subject: Subject, failed_at: dict[str, int]) -> list[Finding]:
 
 
 def underflow(subject: Subject) -> list[Finding]:
+    """`still` of every run that normstudy probed."""
+    return [
+        finding
+        for curve in subject.curves
+        for finding in still(curve.logs.probes if curve.logs else [], curve.name)
+    ]
+
+
+def still(probes: Rows, name: str) -> list[Finding]:
     """Matrices whose entries an update does not move: lost in the rounding of their dtype.
 
     Where no gradient reaches the bottom of the stack there is nothing to lose: not asked there.
     """
-    found = []
-    for curve in subject.curves:
-        probes = curve.logs.probes if curve.logs else []
-        still = {}
-        for probe in (p for p in probes if p["jacobian_to_end"][0] >= VANISHED):
-            for kind in _matrices(probe, "moved/"):
-                share = float(np.median(probe[f"moved/{kind}"]))
-                if share < STILL:
-                    still.setdefault(kind, (probe["step"], share))
-        if still:
-            told = tuple(f"{k}: {own:.1%} moved at step {s}" for k, (s, own) in still.items())
-            says = f"{curve.name}: updates move less than half of the entries of {', '.join(still)}"
-            advice = "parameters in float32 beside the bfloat16 ones, or stochastic rounding"
-            found.append(Finding("update underflow", says, told, "measured", advice))
-    return found
+    found: dict[str, tuple[int, float]] = {}
+    for probe in (p for p in probes if p["jacobian_to_end"][0] >= VANISHED):
+        for kind in _matrices(probe, "moved/"):
+            share = float(np.median(probe[f"moved/{kind}"]))
+            if share < STILL:
+                found.setdefault(kind, (probe["step"], share))
+    if not found:
+        return []
+    told = tuple(f"{k}: {own:.1%} moved at step {s}" for k, (s, own) in found.items())
+    says = f"{name}: updates move less than half of the entries of {', '.join(found)}"
+    advice = "parameters in float32 beside the bfloat16 ones, or stochastic rounding"
+    return [Finding("update underflow", says, told, "measured", advice)]

@@ -42,7 +42,8 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
 
     Raises UserError for a config that cannot be trained, and where OUT holds something else.
     """
-    found = _of_curves(subject)
+    found = [*subject.seen, *_of_curves(subject)]
+    happened = bool(found)
     unchecked = _without(subject)
     if subject.run is None:
         return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
@@ -56,11 +57,11 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
         return Diagnosis(subject.name, _undetermined(found), (), "", (), unchecked)
     if trying is None:
         books = trials.literature(subject.run, suspects) if failed or suspects else []
-        if not subject.curves:
+        if not happened:
             unchecked.append("whether it trains: nothing was run (--no-runs)")
             found.append(Finding("undecided", "nothing was run"))
         return Diagnosis(subject.name, _agreed(found), (), "", books, unchecked)
-    if subject.curves and not failed:
+    if happened and not failed:
         return Diagnosis(subject.name, _agreed(found), (), "", (), unchecked)
     return _tried(subject, found, suspects, unchecked, trying)
 
@@ -89,7 +90,7 @@ def _tried(
     bench = trials.Bench(run, trying.out, trying.budget, trying.seeds)
     base, folder = bench.baseline()
     seen = _of_curves(from_run(folder))
-    if not subject.curves:
+    if not subject.curves and not subject.seen:
         found = [*seen, *found]
     elif base.trained == len(base.words):  # what happened is known, and does not happen here
         says = "the failure does not show in the trials' baseline: nothing could be tried on it"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from normstudy import config, frames, record
+from normstudy.diagnose.verdicts import Finding
 from normstudy.errors import UserError
 from normstudy.frames import Logs
 
@@ -60,6 +61,7 @@ class Subject:
     known: frozenset[str] = frozenset()  # fields of it that somebody gave; the rest are defaults
     curves: tuple[Curve, ...] = ()
     baseline: Baseline = field(default_factory=lambda: Baseline(None))
+    seen: tuple[Finding, ...] = ()  # what was found when it was read, of a checkpoint
 
 
 def from_config(run: config.Run, h1: float, name: str = "this config") -> Subject:
