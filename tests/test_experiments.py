@@ -57,7 +57,8 @@ def test_card_mentions_every_arm_on_a_line_of_its_own(reproduce):
 
 
 @pytest.mark.parametrize("name", ["reproduce", "tune_lr", "max_lr", "write_readme"])
-def test_card_says_command_time_and_expectation(name):
+def test_card_says_command_time_and_expectation(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "experiments"))  # as for a script
     card = tiny.experiment(name).__doc__
     for heading in ("\nCommand  ", "\nTime  ", "\nExpect  "):
         assert heading in card

@@ -58,7 +58,7 @@ def test_flax_is_imported_by_the_model_rooms_alone():
         ("orbax", {"checkpoint"}),
         ("grain", {"data"}),
         ("tensorboardX", {"tensorboard"}),
-        ("matplotlib", {"figures", "phase_figure", "probe_figure"}),
+        ("matplotlib", {"figures", "phase_figure", "probe_figure", "ramp_figure"}),
         ("tyro", {"cli"}),
         ("rich", {"progress"}),
     ],
