@@ -25,6 +25,7 @@ ALIVE = ("trained", "spiked")
 LATER = 1.25  # times the failure step from which on a failure counts as moved
 KIND = "diagnosis"  # of the folder of trials
 FLOPS = 30e9  # a second, of two CPU cores in a step of these sizes (make bench): plans only
+START = 5.0  # seconds to compile and to evaluate a run: plans only
 RUNS = 8  # that a budget should hold; a config too large for that is tried at the proxy scale
 
 Effect = Literal["cures", "cures some seeds", "delays", "no effect", "harms", "undecided"]
@@ -222,18 +223,17 @@ class Bench:
         for seed in range(arm.seed, arm.seed + self.seeds):
             if found and self._cost(arm) > self.left:
                 break
-            began = time.monotonic()
             folder = self.out / "arms" / study.slug(name) / f"seed{seed}"
-            before = (folder / record.OUTCOME).exists()
             found.append(train.train(dataclasses.replace(arm, seed=seed), folder, name))
-            if not before:
-                work = _flops(arm) * found[-1]["steps_done"]
-                self.paces.append((time.monotonic() - began) / work)
+            steps = record.column(folder / record.METRICS, "seconds")[1:]  # the first compiles
+            if steps:
+                self.paces.append(float(np.median(steps)) / _flops(arm))
         return found
 
     def _cost(self, arm: config.Run) -> float:
-        """Seconds that it will take: as fast as the fastest so far, which compiled nothing."""
-        return min(self.paces, default=1 / FLOPS) * _flops(arm) * arm.steps
+        """Seconds that it will take at the pace of the last one."""
+        pace = self.paces[-1] if self.paces else 1 / FLOPS
+        return START + pace * _flops(arm) * arm.steps
 
 
 def _columns(found: list[dict[str, Any]]) -> tuple[tuple, tuple, tuple]:
