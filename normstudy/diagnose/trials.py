@@ -188,7 +188,7 @@ class Bench:
         record.open_folder(out, record.identity(dataclasses.asdict(run), KIND), KIND)
         self.run, self.out, self.budget, self.seeds = run, out, budget, seeds
         self.began = time.monotonic()
-        self.paces: list[float] = []  # seconds for each FLOP, of runs so far
+        self.pace = 1 / FLOPS  # seconds for each FLOP, of the last run
 
     @property
     def left(self) -> float:
@@ -227,13 +227,12 @@ class Bench:
             found.append(train.train(dataclasses.replace(arm, seed=seed), folder, name))
             steps = record.column(folder / record.METRICS, "seconds")[1:]  # the first compiles
             if steps:
-                self.paces.append(float(np.median(steps)) / _flops(arm))
+                self.pace = float(np.median(steps)) / _flops(arm)
         return found
 
     def _cost(self, arm: config.Run) -> float:
         """Seconds that it will take at the pace of the last one."""
-        pace = self.paces[-1] if self.paces else 1 / FLOPS
-        return START + pace * _flops(arm) * arm.steps
+        return START + self.pace * _flops(arm) * arm.steps
 
 
 def _columns(found: list[dict[str, Any]]) -> tuple[tuple, tuple, tuple]:
