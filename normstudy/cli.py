@@ -343,7 +343,8 @@ class Diagnose:
     config: Path | None = None  # a JSON file of fields, or a config.json that normstudy wrote
     run: Path | None = None  # a run folder, or one arm of a study: all its seeds
     checkpoint: Path | None = None  # a run folder, its ckpt folder or one step in it
-    against: Path | None = None  # the other side of a refactor: a config file or run folder
+    # the other side of a refactor: a config file or run folder; beside --checkpoint, another one
+    against: Path | None = None
     losses: Path | None = None  # CSV with a header, JSON lines or TensorBoard events
     h1: float | None = None  # with --losses: unigram entropy of the training text, nats
     mean_loss: float | None = None  # with --losses: loss of predicting the mean (regression)
@@ -364,7 +365,7 @@ class _DiagnoseCommand:
 def diagnose(argv: Sequence[str]) -> None:
     """Findings end with their exit code."""
     from normstudy import runtime
-    from normstudy.diagnose import against, diagnosis, page, subject, verdicts
+    from normstudy.diagnose import diagnosis, page, subject, verdicts
 
     file = _value_of("--config", argv)
     base = subject.read_config(Path(file)) if file else config.Run()
@@ -386,8 +387,7 @@ def diagnose(argv: Sequence[str]) -> None:
         trying = diagnosis.Trying(out, _seconds(options.budget), options.seeds)
     told = diagnosis.make(about, trying)
     if options.against:
-        other = subject.other_side(_pulled(options.against))
-        told = dataclasses.replace(told, differences=against.differences(about, other))
+        told = _compared(options, about, told)
     print(as_json(page.as_dict(told)) if options.json else page.text(told), flush=True)
     if trying and told.results:
         card = shlex.join(["normstudy", "diagnose", *argv])
@@ -415,6 +415,23 @@ def _subject(options: Diagnose, run: config.Run, given: frozenset[str]) -> Any:
         h1 = data.feed(run).h1 if options.h1 is None and "corpus" in given else options.h1
         level = subject.Baseline(h1)
     return subject.from_losses(options.losses, level, run if given else None, given)
+
+
+def _compared(options: Diagnose, about: Any, told: Any) -> Any:
+    """The diagnosis with what is another in the other side."""
+    from normstudy.diagnose import against, subject
+
+    assert options.against
+    there = _pulled(options.against)
+    findings = list(told.findings)
+    if options.checkpoint and there.is_dir():
+        from normstudy import checkpoint
+        from normstudy.diagnose.checkpoints import moved_between
+
+        findings.append(moved_between(there, _pulled(options.checkpoint)))
+        there, _ = checkpoint.locate(there, None)
+    differences = against.differences(about, subject.other_side(there))
+    return dataclasses.replace(told, findings=findings, differences=differences)
 
 
 def _given(argv: Sequence[str]) -> frozenset[str]:

@@ -29,6 +29,7 @@ class Model:
     # softmax, logits and losses are float32 in any case
     dtype: Literal["float32", "bfloat16"] = "float32"
     tied: bool = False  # readout = embedding transposed
+    final_norm: bool | None = None  # between x_L and the readout; None: as the placement's row says
     embed_multiplier: float | None = None  # x_0 = this * E[token] + P[t]; None: sqrt(width), 2017
 
     def __post_init__(self):
@@ -50,11 +51,12 @@ class Init:
     init: Literal["xavier", "kaiming", "normal"] = "xavier"  # for the branch matrices
     init_std: float = 0.02  # used by init=normal alone
     gain: float = 1.0  # multiplies every branch matrix (q, k, v, o, up, down)
+    beta: float = 1.0  # multiplies v, o, up and down alone: DeepNet's four, whatever the placement
     depth_scaled: bool = False  # output projections (o, down) also times 1/sqrt(2L)
     embed_std: float | None = None  # token and position tables; None: width^-0.5
 
     def __post_init__(self):
-        _positive(self, "init_std", "gain")
+        _positive(self, "init_std", "gain", "beta")
         if self.embed_std is not None:
             _positive(self, "embed_std")
 
@@ -126,7 +128,7 @@ class Probe:
 
     probe_batch: int = 8  # sequences, fixed, from the validation split
     vectors: int = 2  # Rademacher vectors for each Jacobian norm
-    # updates; the first 100 are probed at 0,1,2,3,5,8,13,20,30,50,80. 0: never, nothing to compile
+    # updates; the first 100 are probed at 0,1,2,3,5,10,20,30,50. 0: never, nothing to compile
     probe_every: int = 100
     probe_once: bool = False  # at step 0 and at no other, whatever probe_every
     curvature: bool = False  # sharpness at every probe: 13 or more Hessian-vector products each

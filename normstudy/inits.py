@@ -91,7 +91,7 @@ def matrix(key: Array, shape: tuple[int, ...], std: Array | float) -> Array:
 
 
 def _depth_factor(role: Role, model: Model, init: Init, beta: float) -> float:
-    factor = beta if role.beta else 1.0
+    factor = beta * init.beta if role.beta else 1.0
     if role.out and init.depth_scaled:
         factor *= theory.depth_scale(model.layers)
     return factor

@@ -324,14 +324,15 @@ class _Instruments:
         if report.agrees:  # one line for all that are alike
             alike = {tuple(v for k, v in row.items() if k not in PLACE): row for row in rows}
             rows = [{**row, "layer": f"all {len(self.layers)}"} for row in alike.values()]
-        return Findings(report.sentences(), rows)
+        return Findings(report.sentences(), rows, report.agrees)
 
     def _finite(self, state: programs.State, step: int) -> Findings:
         """Where the next update would first stop being finite."""
         found = train.not_finite(state.model, self.feed.batches[step])
         shown = ("kind", "layer", "where", "operation", "direction", "magnitude", "limit", "dtype")
         rows = [{name: own[name] for name in shown} for own in found["origins"]]
-        return Findings([f"the update after step {step}: {found['sentence']}"], rows)
+        told = [f"the update after step {step}: {found['sentence']}"]
+        return Findings(told, rows, not rows)
 
     # ---------------------------------------------------------------------------- spectra
 

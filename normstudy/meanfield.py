@@ -389,7 +389,7 @@ def _first_step(sublayers: Sequence[Sublayer], loss: list[np.ndarray], step: Ste
 
 def _read_factor(model: config.Model, place: Placement, C: np.ndarray) -> np.ndarray:
     """What the final norm multiplies x_L by, where there is one: (N,)."""
-    return (np.diag(C) + model.norm_eps) ** -0.5 if place.final_norm else np.ones(len(C))
+    return (np.diag(C) + model.norm_eps) ** -0.5 if place.has_final_norm(model) else np.ones(len(C))
 
 
 def _loss_gradient(

@@ -20,6 +20,7 @@ class Findings(NamedTuple):
 
     sentences: list[str]
     rows: Table
+    sound: bool  # nothing is wrong
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Model(nnx.Module):
         }
         self.layers = jax.vmap(lambda stds, k: Block(cfg, stds, k))(by_layer, keys)
         place = placements.row(cfg.placement)
-        if place.final_norm:
+        if place.has_final_norm(cfg):
             self.final = Norm(place.kind or cfg.norm, cfg.width, cfg.norm_eps)
         if not cfg.tied:
             self.readout = nnx.Param(matrix(readout_key, (cfg.width, cfg.vocab), stds["readout"]))
@@ -286,8 +286,8 @@ class Model(nnx.Module):
         return jax.tree_util.tree_map_with_path(filled, self)
 
     def read(self, x: Stream) -> Logits:
-        """Logits from x_L: final norm where the placement has one, then the readout."""
-        if placements.row(self.cfg.placement).final_norm:
+        """Logits from x_L: final norm where there is one, then the readout."""
+        if placements.row(self.cfg.placement).has_final_norm(self.cfg):
             with jax.named_scope("final_norm"):
                 x = self.final(x)
         with jax.named_scope("readout"):

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from normstudy import theory
+from normstudy import config, theory
 from normstudy.errors import choose
 from normstudy.theory import Constants, Scales, Tuning, no_constants, no_scales, no_tuning
 
@@ -74,6 +74,10 @@ class Placement:
         uses = {name: (*each.norms, *each.gains) for name, each in found.items()}
         object.__setattr__(self, "uses", uses)
         object.__setattr__(self, "inner", any(each.inner for each in found.values()))
+
+    def has_final_norm(self, model: config.Model) -> bool:
+        """Does a norm stand between x_L and the readout: as the config says, or as the row?"""
+        return self.final_norm if model.final_norm is None else model.final_norm
 
     def of(self, sublayer: str) -> Equation:
         """The equation of attn or mlp."""

@@ -56,7 +56,7 @@ def probe_steps(steps: int, every: int, once: bool = False) -> set[int]:
         return {0}
     if not every:
         return set()
-    dense = (0, 1, 2, 3, 5, 8, 13, 20, 30, 50, 80)
+    dense = (0, 1, 2, 3, 5, 10, 20, 30, 50)
     return {s for s in (*dense, *range(0, steps, every), steps - 1) if 0 <= s < steps}
 
 

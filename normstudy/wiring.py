@@ -721,7 +721,9 @@ def _judge(
     normed = None if read_out is None else final_norm(read_out, declared.width)
     findings = _by_layers(wrong, list(seen))
     if read_out is not None:  # of a DyT it cannot be told: it squashes, and divides by nothing
-        expected = None if place.final_norm and place.kind == "tanh" else place.final_norm
+        expected = place.has_final_norm(declared)
+        if expected and place.kind == "tanh":
+            expected = None
         findings += _final_norm_findings(normed, expected, list(readings.values())[-1])
     return Report(declared, readings, names, normed, [], findings, [])
 

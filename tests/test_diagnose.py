@@ -1,5 +1,6 @@
 """normstudy diagnose: what is read, found, tried and told. Training here is tiny or made up."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,9 +11,9 @@ import pytest
 import tiny
 from tensorboardX import SummaryWriter
 
-from normstudy import cli, config, frames, placements, record
+from normstudy import checkpoint, cli, config, frames, record, theory, train
 from normstudy.diagnose import against, alarms, audits, curves, diagnosis, page, trials, watch
-from normstudy.diagnose.checkpoints import from_checkpoint
+from normstudy.diagnose.checkpoints import from_checkpoint, moved_between
 from normstudy.diagnose.subject import (
     Baseline,
     Curve,
@@ -327,16 +328,15 @@ def test_init_that_ignores_the_width_is_suspected():
     assert not audits.init(config.override(config.Run(), placement="t-fixup"))  # its own rule
 
 
-def test_pre_norm_without_a_final_norm_is_a_structure_before_any_training(monkeypatch):
+def test_pre_norm_without_a_final_norm_is_a_structure_before_any_training():
     """Case A08."""
-    bare = placements.Placement(
-        lambda x, f, n, c: x + f(n.pre(x)), ("pre",), False, placements.no_constants, "a test"
-    )
-    monkeypatch.setitem(placements.PLACEMENTS, "pre-bare", bare)
-    found = audits.structure(tiny.run(placement="pre-bare"))
+    bare = tiny.run(placement="pre", final_norm=False)
+    found = audits.structure(bare)
     assert verdicts(found) == ["structure"]
     assert "nothing norms the stream" in next(f.says for f in found if f.kind == "cause")
     assert verdicts(audits.structure(tiny.run(placement="post"))) == []
+    (tried,) = [own for own in trials.chosen(bare, ["structure"]) if own[0].cause == "structure"]
+    assert tried[1] == {"final_norm": True}
 
 
 def test_deep_post_norm_at_full_rate_is_suspected_and_shallow_or_warm_is_not():
@@ -482,6 +482,28 @@ def test_trials_change_something_and_are_ordered_by_suspicion():
     assert {trial.cause for trial in trials.TABLE} <= set(VERDICTS)
 
 
+def test_beta_alone_is_tried_where_nothing_counts_the_depth_yet():
+    def tried(**changes):
+        run = tiny.run(layers=24, **changes)
+        return {trial.name: own for trial, own in trials.chosen(run, [])}
+
+    name = "DeepNet's beta on v, o, up, down"
+    assert tried(placement="post")[name] == {"beta": theory.deepnorm_decoder(24).beta}
+    for changes in (
+        {"placement": "deepnorm"}, {"placement": "pre"},
+        {"placement": "post", "depth_scaled": True}, {"placement": "post", "beta": 0.5},
+    ):  # fmt: skip
+        assert name not in tried(**changes)
+    decayed = tried(placement="pre", optimizer="adamw")["no weight decay"]
+    assert decayed == {"weight_decay": 0.0} and "no weight decay" not in tried(placement="pre")
+
+
+def test_cure_is_told_as_options_that_the_command_takes():
+    changes = {"final_norm": True, "tied": False, "depth_scaled": True, "lr": 0.01, "warmup": 3}
+    options = trials._options(changes)
+    assert options == "--final-norm True --no-tied --depth-scaled --lr 0.01 --warmup 3"
+
+
 def test_config_that_does_not_fit_the_budget_is_tried_at_a_stated_proxy():
     large = config.override(
         config.Run(), width=4096, heads=32, ff=16384, layers=51, context=2048, batch=512,
@@ -570,6 +592,29 @@ def test_checkpoint_is_told_by_its_loss_and_its_checks(finished):
     assert any("wired as declared" in finding.says for finding in own.seen)
     told = diagnosis.make(own, diagnosis.Trying(Path("unused")))
     assert exit_code(told.findings) == 3 and not told.results
+
+
+def test_two_checkpoints_say_what_moved_between_them(finished, capsys, no_start):
+    _, folder, _ = finished
+    steps = checkpoint.steps(folder)
+    there, here = (str(folder / "ckpt" / str(step)) for step in (steps[0], steps[-1]))
+    with contextlib.suppress(SystemExit):
+        cli.dispatch(["diagnose", "--checkpoint", here, "--against", there, "--no-runs"])
+    assert "entries that differ between the two checkpoints: some in every matrix" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match="same checkpoint"):
+        moved_between(Path(here), folder)
+
+
+def test_checkpoints_with_the_same_weights_had_no_update_between_them(tmp_path):
+    """Case A23."""
+    run = tiny.run(steps=2, lr=1e-50, checkpoint_every=1)  # is 0 in float32
+    train.train(run, tmp_path / "run", "tiny")
+    first, last = (tmp_path / "run" / "ckpt" / str(step) for step in (1, 2))
+    found = moved_between(first, last)
+    assert found.verdict == "update underflow"
+    assert found.says.startswith("no update happened between step 1 and step 2")
 
 
 def test_command_without_runs_cites_and_says_that_nothing_was_tried(capsys, no_start):

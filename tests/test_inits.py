@@ -36,6 +36,11 @@ def test_beta_scales_v_o_up_down_and_never_q_k():
     assert found == pytest.approx({"q": 1, "k": 1, "v": 0.25, "o": 0.25, "up": 0.25, "down": 0.25})
 
 
+def test_beta_of_the_config_multiplies_that_of_the_placement():
+    found = over_xavier(config.Init(beta=0.5), beta=0.25)
+    assert found == pytest.approx({"q": 1, "k": 1} | dict.fromkeys(("v", "o", "up", "down"), 0.125))
+
+
 def test_depth_scale_reaches_o_and_down_alone():
     found = over_xavier(config.Init(depth_scaled=True))
     quarter = 1 / 4  # 1 / sqrt(2 * 8)

@@ -129,11 +129,11 @@ def test_text_of_several_checkpoints_shows_scalars_side_by_side():
 
 
 def test_findings_are_told_in_text_and_json_and_beside_another():
-    finding = Findings(["all is well"], [{"layer": "all 3", "wired as": "post"}])
+    finding = Findings(["all is well"], [{"layer": "all 3", "wired as": "post"}], True)
     own = probed(findings={"wiring": finding})
     assert "wiring: all is well" in measured.text([own]) and "all 3" in measured.text([own])
     found = json.loads(cli.as_json(measured.as_dict(own)))["findings"]["wiring"]
-    assert found == {"sentences": ["all is well"], "rows": [{"layer": "all 3", "wired as": "post"}]}
+    assert found == finding._asdict()
     assert measured.side_by_side(own, own).count("wiring: all is well") == 2
 
 

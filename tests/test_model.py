@@ -144,13 +144,19 @@ def test_tied_readout_is_the_embedding_and_has_no_parameter_of_its_own(x64):
     np.testing.assert_allclose(model.read(x), x @ model.embed[...].T, rtol=0, atol=1e-14)
 
 
-def test_final_norm_stands_before_the_readout_of_pre_norm_alone(x64):
+@pytest.mark.parametrize(
+    "placement, asked, normed",
+    [("pre", None, True), ("post", None, False), ("pre", False, False), ("post", True, True)],
+)
+def test_final_norm_stands_before_the_readout_as_the_row_says_or_the_config(
+    placement, asked, normed, x64
+):
     x = jnp.asarray(7 * np.random.default_rng(0).normal(size=(2, 3, 8)))
-    pre = tiny.model(tiny.model_config(placement="pre"), dtype=np.float64)
-    np.testing.assert_allclose(pre.read(x), pre.final(x) @ pre.readout[...], rtol=0, atol=1e-13)
-    post = tiny.model(tiny.model_config(placement="post"), dtype=np.float64)
-    assert not hasattr(post, "final")
-    np.testing.assert_allclose(post.read(x), x @ post.readout[...], rtol=0, atol=1e-13)
+    cfg = tiny.model_config(placement=placement, final_norm=asked)
+    model = tiny.model(cfg, dtype=np.float64)
+    assert hasattr(model, "final") == normed
+    read = model.final(x) if normed else x
+    np.testing.assert_allclose(model.read(x), read @ model.readout[...], rtol=0, atol=1e-13)
 
 
 def test_relu_and_gelu_are_what_they_say(x64):

@@ -50,7 +50,8 @@ def _followed(theirs: config.Run, ours: config.Run):
     """(what, there, here) of what is made from the fields."""
     rows = [placements.row(run.model.placement) for run in (theirs, ours)]
     yield "the stream", *(row.text for row in rows)
-    yield "final norm", *("yes" if row.final_norm else "no" for row in rows)
+    runs = zip(rows, (theirs, ours), strict=True)
+    yield "final norm", *("yes" if row.has_final_norm(run.model) else "no" for row, run in runs)
     yield (
         "alpha",
         *(

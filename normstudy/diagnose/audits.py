@@ -94,12 +94,12 @@ def first_loss(run: config.Run) -> list[Finding]:
 def structure(run: config.Run) -> list[Finding]:
     """What the row lacks, and sizes that are not the usual ones."""
     place, found = placements.row(run.model.placement), []
-    if place.norms and not place.skip_norms and not place.final_norm:
+    if place.norms and not place.skip_norms and not place.has_final_norm(run.model):
         says = (
             f"{run.model.placement} norms its branches and nothing norms the stream: no final norm "
             f"stands before the readout, where the stream has grown with the depth"
         )
-        advice = "a norm between the last block and the readout"
+        advice = "--final-norm True: a norm between the last block and the readout"
         found.append(Finding("structure", says, (place.text,), "measured", advice))
     if run.model.ff != 4 * run.model.width:
         says = f"ff is {run.model.ff}, not 4 x width {run.model.width}"

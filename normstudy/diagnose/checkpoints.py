@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from normstudy import config, inspection, outcome
+from normstudy import (
+    anatomy,
+    checkpoint,
+    config,
+    inspection,
+    outcome,
+    probes,
+    programs,
+    record,
+    schedules,
+)
 from normstudy.diagnose import alarms
 from normstudy.diagnose.subject import Baseline, Subject
 from normstudy.diagnose.verdicts import Finding
+from normstudy.errors import UserError
 from normstudy.measured import Measured
 
 WHAT = ("stream", "gradient", "jacobian", "update", "wiring", "finite")
@@ -31,6 +45,38 @@ def from_checkpoint(path: Path) -> Subject:
     )
 
 
+def moved_between(there: Path, here: Path) -> Finding:
+    """Which share of the parameters is not the same in two checkpoints, by matrix.
+
+    Raises UserError for what is no checkpoint, for one and the same, or where shapes differ.
+    """
+    (old, before), (new, after) = checkpoint.locate(there, None), checkpoint.locate(here, None)
+    if (old, before) == (new, after):
+        raise UserError(f"--against {there} is the same checkpoint, step {after} of {new}")
+    run = dataclasses.replace(record.load_config(new), mesh=config.Mesh())
+    like = programs.of(run)[0].abstract
+    pair = [
+        checkpoint.restore(own, step, like).model for own, step in ((old, before), (new, after))
+    ]
+    shares = probes.by_layer("moved", jax.tree.map(anatomy.moved, *pair), jnp.mean)
+    share = {name.removeprefix("moved/"): float(jnp.mean(own)) for name, own in shares.items()}
+    told = ", ".join(f"{name} {own:.0%}" for name, own in share.items())
+    if any(share.values()):
+        still = [name for name, own in share.items() if not own]
+        says = "entries that differ between the two checkpoints"
+        says += f": none in {', '.join(still)}" if still else ": some in every matrix"
+        return Finding("note", says, (told,))
+    if old != new:
+        return Finding("note", f"the parameters are those of {old}, step {before}, to the last bit")
+    first, last = sorted((before, after))
+    says = f"no update happened between step {first} and step {last}"
+    rates = schedules.table(run.optim, run.model.width, run.steps)[first:last]
+    largest = f"the learning rate went up to {rates.max():.3g} there"  # ours is never 0
+    advice = "updates below half a unit in the last place are lost: keep parameters in float32"
+    return Finding("update underflow", f"{says}, for no parameter differs", (largest,), "measured",
+                   advice)  # fmt: skip
+
+
 def _loss(found: Measured, h1: float) -> list[Finding]:
     loss = float(found.values["probe_loss"])
     kl = float(found.values["unigram_kl"])
@@ -47,9 +93,8 @@ def _loss(found: Measured, h1: float) -> list[Finding]:
 
 def _checks(found: Measured) -> list[Finding]:
     wiring, finite = found.findings["wiring"], found.findings["finite"]
-    agrees = any(row["layer"].startswith("all") for row in wiring.rows if type(row["layer"]) is str)
-    made = [Finding("note" if agrees else "structure", wiring.sentences[0])]
-    if finite.rows:
+    made = [Finding("note" if wiring.sound else "structure", wiring.sentences[0])]
+    if not finite.sound:
         made.append(Finding("precision", finite.sentences[0]))
     return made
 

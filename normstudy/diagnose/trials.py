@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from normstudy import config, outcome, placements, record, study, train
+from normstudy import config, outcome, placements, record, study, theory, train
 from normstudy.diagnose.verdicts import Finding
 from normstudy.progress import say
 
@@ -54,6 +54,25 @@ def _depth_scaled(run: config.Run) -> dict[str, Any]:
     return {} if run.init.depth_scaled or counted else {"depth_scaled": True}
 
 
+def _four_matrices(run: config.Run) -> dict[str, Any]:
+    """DeepNet's beta without its alpha."""
+    scaled = run.init.depth_scaled or placements.row(run.model.placement).counts_depth()
+    if scaled or run.init.beta != 1 or not _crosses(run):
+        return {}
+    return {"beta": theory.deepnorm_decoder(run.model.layers).beta}
+
+
+def _final_norm(run: config.Run) -> dict[str, Any]:
+    """Where every sublayer ends in a norm, the stream needs none at its end."""
+    bare = not placements.row(run.model.placement).has_final_norm(run.model)
+    return {"final_norm": True} if bare and not _crosses(run) else {}
+
+
+def _no_decay(run: config.Run) -> dict[str, Any]:
+    decays = run.optim.optimizer == "adamw" and run.optim.weight_decay
+    return {"weight_decay": 0.0} if decays else {}
+
+
 def _placement(name: str) -> Callable[[config.Run], dict[str, Any]]:
     def change(run: config.Run) -> dict[str, Any]:
         if run.model.placement == name or not _crosses(run):
@@ -66,7 +85,7 @@ def _placement(name: str) -> Callable[[config.Run], dict[str, Any]]:
 
 def _usual_init(run: config.Run) -> dict[str, Any]:
     usual = config.Init()
-    fields = ("init", "gain", "embed_std")
+    fields = ("init", "gain", "beta", "embed_std")
     return {n: getattr(usual, n) for n in fields if getattr(run.init, n) != getattr(usual, n)}
 
 
@@ -88,11 +107,14 @@ TABLE = (
           "Xiong et al. 2020"),
     Trial("1/sqrt(2L) on o and down", _depth_scaled, "init scale",
           "Radford et al. 2019 (GPT-2), section 2.3"),
+    Trial("DeepNet's beta on v, o, up, down", _four_matrices, "init scale",
+          "Wang et al. 2022 (2203.00555), section 4.3, without its alpha"),
     Trial("init by its rule", _usual_init, "init scale",
           "BigScience, chronicles of tr8-104B: std 0.02 at width 11600"),
     Trial("DeepNorm", _placement("deepnorm"), "placement without warmup",
           "Wang et al. 2022 (2203.00555)"),
     Trial("pre-norm", _placement("pre"), "placement without warmup", "Xiong et al. 2020"),
+    Trial("a final norm", _final_norm, "structure", "PaddleNLP#571"),
     Trial("no clipping", lambda r: {"clip": 0.0} if r.optim.clip else {}, "optimizer",
           "pytorch/examples#846"),
     Trial("clip 1", lambda r: {} if r.optim.clip else {"clip": 1.0}, "optimizer",
@@ -103,6 +125,7 @@ TABLE = (
     Trial("eps 1e-6 and b2 0.95",
           lambda r: {"eps": 1e-6, "b2": 0.95} if r.optim.optimizer != "sgd" else {},
           "optimizer", "disputed: no consensus in public threads"),
+    Trial("no weight decay", _no_decay, "optimizer", "Loshchilov & Hutter 2019 (1711.05101)"),
     Trial("batch x 8", lambda r: {"batch": r.data.batch * 8}, "batch too small",
           "fairseq: Ott et al. 2018 (1806.00187)"),
     Trial("linear schedule", _other_schedule, "schedule", "Transformer-Clinic#16"),
@@ -318,9 +341,11 @@ def _each(cures: Sequence[Result]) -> str:
 
 
 def _options(changes: dict[str, Any]) -> str:
+    usual = config.fields_of(config.Run())
+
     def option(name: str, value: Any) -> str:
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(usual[name], bool):
             return f"--{flag}" if value else f"--no-{flag}"
         return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
 
