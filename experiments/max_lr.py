@@ -8,8 +8,8 @@ update until training fails. One number a run: the rate of its last healthy step
 
 Command   python experiments/max_lr.py --seeds 3
 Time      for each placement and seed, in minutes of one core: 0.2 at 12 blocks, 0.5 at 24, 0.8 at
-          48 (122 for all rows and three seeds at these depths). --shard 1/4 to 4/4 split it over
-          machines (see below)
+          48, 1.7 at 96 (minutes in max_lr.csv). --shard 1/4 to 4/4 split it over machines (see
+          below)
 Expect    runs/max_lr/report.html with figures/max_lr and figures/ramps; max_lr.csv, a row a run;
           keel_order.csv, where the order over placements is compared with KEEL's
 

@@ -252,6 +252,11 @@ def _seen(probes: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def minutes_of_steps(runs: list[Logs]) -> float:
+    """How long all logged steps took, compiling and probes with them; evaluation without."""
+    return round(sum(row.get("seconds", 0.0) for own in runs for row in own.metrics) / 60, 2)
+
+
 def closing_table(rows: list[dict[str, Any]]) -> Table:
     """The closing table, with headings and units; the seed column only where there are several,
     what probes saw only where there were any."""

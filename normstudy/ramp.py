@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from normstudy import frames
 from normstudy.errors import UserError
 from normstudy.frames import Logs, Table, by
 from normstudy.outcome import RULE, Rule, smooth
@@ -118,6 +119,7 @@ def runs(logs: list[Logs]) -> Table:
                 "first_lr": float(rates[0]),
                 "last_lr": own.run.optim.lr,
                 "h1": own.h1,
+                "minutes": frames.minutes_of_steps([own]),
                 "why": found.why,
             }
         )

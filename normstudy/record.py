@@ -5,6 +5,7 @@ JSONL is the truth; TensorBoard is a view of it. One row per line, one line per 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -120,8 +121,14 @@ def read_identity(path: Path, kind: str | None = None, *needed: str) -> dict[str
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{field: (before, now)} of what differs in the configs of two identities."""
+    """{field: (before, now)} of what differs in the configs of two identities.
+
+    A field that an older version did not have is at its default there: a default is chosen so that
+    it changes nothing.
+    """
+    usual = _flat(dataclasses.asdict(config.Run()))
     flat_a, flat_b = _flat(before["config"]), _flat(json.loads(json.dumps(now["config"])))
+    flat_a = {name: usual[name] for name in flat_b if name in usual} | flat_a
     names = sorted(n for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n))
     return {name: (flat_a.get(name), flat_b.get(name)) for name in names}
 

@@ -124,6 +124,7 @@ def sum_up(
         "config": identity["config"],
         "seeds": f"{seeds} seed{'s' if seeds > 1 else ''}",
         "h1_nats": runs[0].h1,
+        "minutes_of_steps": frames.minutes_of_steps(runs),
         "arms": by_arm(rows),
         **more,
     }

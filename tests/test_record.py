@@ -1,6 +1,7 @@
 """Run folders: numbers come back bit for bit, damage is named, foreign folders stay untouched."""
 
 import contextlib
+import dataclasses
 import json
 
 import numpy as np
@@ -108,6 +109,17 @@ def test_new_folder_is_made_ours_and_then_known(tmp_path):
     assert record.open_folder(folder, IDENTITY, "run") is False
     assert record.open_folder(folder, IDENTITY, "run") is True
     assert record.read_json(folder / record.CONFIG) == IDENTITY
+
+
+def test_field_that_an_older_version_lacked_stood_at_its_default_there(tmp_path):
+    new = record.identity(dataclasses.asdict(config.Run()), "run")
+    old = json.loads(json.dumps(new))
+    del old["config"]["init"]["beta"]
+    record.write_json(tmp_path / record.CONFIG, old)
+    assert record.open_folder(tmp_path, new, "run") is True
+    halved = dataclasses.asdict(config.override(config.Run(), beta=0.5))
+    with pytest.raises(UserError, match=r"init.beta: 1.0 there, 0.5 now"):
+        record.open_folder(tmp_path, record.identity(halved, "run"), "run")
 
 
 def test_empty_folder_is_taken(tmp_path):
