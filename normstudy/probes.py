@@ -121,6 +121,13 @@ def activation_rms(streams: Streams) -> Float[Array, " S"]:
     return frobenius(streams, (1, 2, 3)) / streams[0].size ** 0.5
 
 
+def offset(streams: Streams) -> Float[Array, " S"]:
+    """Mean of x_l over its channels, over their standard deviation, l = 0..L."""
+    mean = jnp.mean(streams, -1, keepdims=True)
+    scatter = frobenius(streams - mean, (1, 2, 3)) / streams.shape[-1] ** 0.5
+    return frobenius(mean, (1, 2, 3)) / jnp.maximum(scatter, _tiny(scatter))
+
+
 def of_taps(taps: Mapping[str, Mapping[str, Array]]) -> dict[str, Float[Array, " L"]]:
     """What a sublayer tells of itself: norm_factor_NORM/SUBLAYER, branch_share/SUBLAYER, and
     skip_factor/SUBLAYER where the alpha of its equation is learned or another in each layer.
@@ -187,6 +194,7 @@ def measure(
         **_named("skip_gain", found.skip_gain),
         "similarity": token_similarity(streams),
         "rms": activation_rms(streams),
+        "offset": offset(streams),
         **of_taps(taps),
     }
 

@@ -20,6 +20,7 @@ QUANTITIES: dict[str, Quantity] = {
     "probe_loss":            Quantity("stream", "nats", "exact", "loss on the batch"),
     "unigram_kl":            Quantity("stream", "nats", "exact", "KL from letter frequencies to the prediction; 0: the model predicts these and nothing else"),
     "rms":                   Quantity("stream", "1", "exact", "root mean square of x_l"),
+    "offset":                Quantity("stream", "1", "exact", "mean of x_l over its channels, over their standard deviation, each as root mean square over positions: what a norm has to subtract"),
     "similarity":            Quantity("stream", "1", "exact", "mean cosine between x_l at different positions of a sequence; 1: all positions look alike"),
     "norm_factor":           Quantity("stream", "1", "exact", "mean over positions of rms(gain) / sigma in each norm"),
     "branch_share":          Quantity("stream", "1", "exact", "variance of the branch over variance of the (alpha-scaled) skip path at each add"),

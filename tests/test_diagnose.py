@@ -191,17 +191,26 @@ def test_matrices_that_start_at_zero_have_no_relative_update():
     assert alarms.alarms([], [zero]) == []
 
 
+def test_mean_that_dwarfs_the_deviation_is_precision_in_bfloat16_and_not_in_float32():
+    probes = [{"step": 0, "offset": [0.1, 2.0]}, {"step": 9, "offset": [0.1, 40.0]}]
+    (found,) = alarms.far(probes, "it", "bfloat16")
+    assert found.verdict == "precision" and "x_1" in found.says
+    assert "step 9" in found.evidence[0] and "16%" in found.evidence[0]  # 40 / 2^8
+    assert alarms.far(probes, "it", "float32") == []
+    assert alarms.far([{"step": 0}], "logs of an older version", "bfloat16") == []
+
+
 def test_updates_that_move_nothing_are_underflow_but_not_where_no_gradient_arrives():
     """Case A22: parameters in bfloat16 without a master copy; and what only looks like it."""
     logs = frames.Logs("run", config.Run(), H1, 1.0, (), [], [probe(0), probe(9, moved=0.0)], {})
     own = dataclasses.replace(curve(3 + FALLS), logs=logs)
-    (found,) = alarms.underflow(Subject("it", curves=(own,)))
+    (found,) = alarms.rounding(Subject("it", curves=(own,)))
     assert (found.verdict, found.evidence) == (
         "update underflow",
         ("attn.q: 0.0% moved at step 9",),
     )
     logs.probes[1]["jacobian_to_end"][0] = 1e-12
-    assert alarms.underflow(Subject("it", curves=(own,))) == []
+    assert alarms.rounding(Subject("it", curves=(own,))) == []
 
 
 # ---------------------------------------------------------------------------------- what is read

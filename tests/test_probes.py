@@ -345,6 +345,16 @@ def test_token_similarity_is_the_mean_cosine_over_pairs(x64):
     np.testing.assert_allclose(found, pairs.mean((1, 2)), rtol=1e-13)
 
 
+def test_offset_is_the_mean_over_the_channels_over_their_deviation():
+    draw = np.random.default_rng(0).normal(size=(3, 2, 4, 64)).astype(np.float32)
+    streams = draw * np.array([1.0, 2.0, 0.5], np.float32).reshape(3, 1, 1, 1) + 6
+    mean, deviation = streams.mean(-1), streams.std(-1)
+    expected = np.sqrt((mean**2).mean((1, 2)) / (deviation**2).mean((1, 2)))
+    # a mean of 6 is 12 deviations here: float32 keeps five digits of them
+    np.testing.assert_allclose(probes.offset(jnp.asarray(streams)), expected, rtol=1e-5)
+    assert float(probes.offset(jnp.zeros((1, 1, 2, 4)))[0]) == 0.0
+
+
 def test_activation_rms_is_the_root_mean_square():
     streams = np.random.default_rng(0).normal(size=(3, B, T, D)).astype(np.float32) * 5
     expected = np.sqrt((streams.astype(float) ** 2).mean((1, 2, 3)))

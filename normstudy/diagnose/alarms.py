@@ -19,6 +19,8 @@ VANISHED, EXPLODED = 1e-3, 1e3  # Jacobian norm from the bottom of the stack to 
 JUMP, BEFORE = 10.0, 50  # a gradient norm of so many times the median of so many updates before it
 STILL = 0.5  # share of the entries of a matrix that an update must move
 LARGE = 0.5  # norm of an update over the norm of the weights, in any block
+LOST = 0.1  # rounding of a stream, over the standard deviation of its channels
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # of a number, relative
 
 
 class Alarm(NamedTuple):
@@ -138,13 +140,32 @@ def findings(subject: Subject, failed_at: dict[str, int]) -> list[Finding]:
     return found
 
 
-def underflow(subject: Subject) -> list[Finding]:
-    """`still` of every run that normstudy probed."""
+def rounding(subject: Subject) -> list[Finding]:
+    """What rounding takes, in every run that normstudy probed."""
     return [
         finding
         for curve in subject.curves
-        for finding in still(curve.logs.probes if curve.logs else [], curve.name)
+        if curve.logs
+        for finding in (
+            *still(curve.logs.probes, curve.name),
+            *far(curve.logs.probes, curve.name, curve.logs.run.model.dtype),
+        )
     ]
+
+
+def far(probes: Rows, name: str, dtype: str) -> list[Finding]:
+    """A stream whose mean over the channels dwarfs what they differ by: what a LayerNorm leaves of
+    it is rounding."""
+    for probe in probes:
+        offsets = np.array(probe.get("offset", [0.0]), float)
+        layer = int(np.nanargmax(offsets)) if np.isfinite(offsets).any() else 0
+        if (share := offsets[layer] * ROUNDING[dtype]) > LOST:
+            says = f"{name}: the mean of x_{layer} over its channels is {offsets[layer]:.3g} times"
+            says += " as large as their standard deviation"
+            told = f"step {probe['step']}: {dtype} rounds away up to {share:.0%} of that deviation"
+            advice = "--dtype float32, and look for a bias that grows"
+            return [Finding("precision", says, (told,), "measured", advice)]
+    return []
 
 
 def still(probes: Rows, name: str) -> list[Finding]:

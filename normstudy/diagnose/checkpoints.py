@@ -103,4 +103,5 @@ def _signs(found: Measured) -> list[Finding]:
     """What a probe of a live run would have warned of."""
     probe: dict[str, Any] = {"step": found.step, **found.values}
     made = [Finding("note", alarm.says) for alarm in alarms.alarms([], [probe])]
-    return [*made, *alarms.still([probe], found.label)]
+    lost = alarms.far([probe], found.label, found.run.model.dtype)
+    return [*made, *alarms.still([probe], found.label), *lost]

@@ -68,7 +68,7 @@ def make(subject: Subject, trying: Trying | None) -> Diagnosis:
 
 def _of_curves(subject: Subject) -> list[Finding]:
     """All that logs or a loss curve say."""
-    return [*curves.findings(subject), *alarms.underflow(subject), *_signs(subject)]
+    return [*curves.findings(subject), *alarms.rounding(subject), *_signs(subject)]
 
 
 def _signs(subject: Subject) -> list[Finding]:
