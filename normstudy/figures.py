@@ -164,8 +164,7 @@ def _draw_loss(table: Table) -> Canvas:
         for j, (_, rows) in enumerate(seeds):
             axes.plot(
                 _column(rows, "step"), _column(rows, "smoothed"), f"C{i % 10}",
-                ls="-" if words[j] in ALIVE else "--", marker=MARKERS[i % len(MARKERS)],
-                markevery=(i * 7, 70), markersize=3.5,
+                ls="-" if words[j] in ALIVE else "--", **_marked(i), markevery=(i * 7, 70),
                 label=f"{arm}: {sentences.tally(words)}" if j == 0 else None,
             )  # fmt: skip
             axes.plot(_column(rows, "step"), _column(rows, "loss"), f"C{i % 10}", lw=0.4, alpha=0.2)
@@ -178,8 +177,29 @@ def _draw_loss(table: Table) -> Canvas:
     low = min(row["smoothed"] for row in table)
     high = max(h1, low) + 1.5  # the first steps, from ln(256), are not what one looks for
     axes.set(xlabel="update", ylabel="training loss (nats)", ylim=(min(low, h1) - 0.1, high))
-    canvas.legend(loc="outside lower center", ncols=3, handlelength=2.5, fontsize=7)
+    labels = axes.get_legend_handles_labels()[1]
+    columns = _columns(labels, 3)
+    canvas.set_figheight(3.4 + 0.15 * max(-(-len(labels) // columns) - 4, 0))
+    canvas.legend(loc="outside lower center", ncols=columns, handlelength=2.5, fontsize=7)
     return canvas
+
+
+def _marked(i: int) -> dict[str, Any]:
+    """The marker of the i-th arm: hollow ones for those whose colour was there before."""
+    hollow = {"markerfacecolor": "white"} if i >= 10 else {}
+    return {"marker": MARKERS[(i + i // 10) % len(MARKERS)], "markersize": 3.5} | hollow
+
+
+def _columns(labels: list[str], most: int) -> int:
+    """How many columns of a legend fit the width at 7 points: a letter is 0.039 in wide there, a
+    handle 0.4 in, and 0.2 in lie between columns."""
+
+    def wide(n: int) -> float:
+        rows = -(-len(labels) // n)
+        columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+        return sum(0.4 + 0.039 * max(map(len, own)) for own in columns) + 0.2 * (n - 1)
+
+    return next((n for n in range(most, 1, -1) if wide(n) <= WIDTH), 1)
 
 
 def _draw_schedules(table: Table) -> Canvas:

@@ -60,13 +60,23 @@ def test_a20_gradient_descent_at_rate_20_with_a_clip_is_the_optimizer_and_no_nor
     assert "placement without warmup" not in causes(told)
 
 
-def test_a27_small_batch_does_not_stall_at_this_scale_and_nothing_is_blamed(tmp_path):
+def test_a27_256_tokens_an_update_do_not_stall_at_this_scale_and_nothing_is_blamed(tmp_path):
     """256 tokens an update at 1e-3; the report had 3,000 for a large model."""
     told = diagnose(
         tmp_path, "--placement", "post", "--layers", 6, "--lr", 1e-3, "--warmup", 100,
         "--batch", 8, "--steps", 300,
     )  # fmt: skip
     assert told["verdict"] == "healthy" and not causes(told)
+
+
+def test_a27_64_tokens_an_update_collapse_at_3e_3_and_eight_times_as_many_train(tmp_path):
+    """And so do others: half the rate, warmup, smaller branches, another placement."""
+    told = diagnose(
+        tmp_path, "--placement", "post", "--layers", 6, "--lr", 3e-3, "--batch", 2, "--steps", 300
+    )
+    assert told["verdict"] == "collapsed"
+    assert {"batch too small", "learning rate too high"} <= causes(told)
+    assert any("no one of them is the only cause" in f["says"] for f in told["findings"])
 
 
 def test_a32_epsilon_is_not_recommended_to_a_run_that_trains(tmp_path):

@@ -461,6 +461,19 @@ def test_cure_is_a_tested_cause_and_a_delay_is_called_one():
     assert any("a delay and no cure" in finding.says for finding in found)
 
 
+def test_causes_that_are_cured_each_alone_stand_in_the_order_of_the_loss_that_was_reached():
+    tried = [
+        result("lr / 2", ["trained"], [30], 2.5, "learning rate too high", lr=0.5),
+        result("batch x 8", ["trained"], [30], 2.2, "batch too small", batch=16),
+    ]
+    cures = [dataclasses.replace(own, effect="cures") for own in tried]
+    found = trials.causes(BASE, cures)
+    told = [f.verdict for f in found if f.kind == "cause"]
+    assert told == ["batch too small", "learning rate too high"]
+    assert any("no one of them is the only cause" in f.says for f in found)
+    assert not any("only cause" in f.says for f in trials.causes(BASE, cures[:1]))
+
+
 def test_placement_that_fails_too_is_acquitted_and_where_nothing_cures_that_is_said():
     pre = result("pre-norm", ["collapsed"] * 2, [40, 40], placement="pre")
     tried = [dataclasses.replace(pre, effect="no effect")]

@@ -316,6 +316,27 @@ def test_nearest_steps_are_probed_ones_each_once(runs):
     assert frames.nearest_steps(runs[0], (4, 6)) in ([3, 5], [3, 7], [5, 7])
 
 
+@pytest.mark.parametrize("letters", [3, 20, 36])
+def test_legend_of_many_arms_fits_the_figure_and_no_two_arms_look_alike(letters):
+    words = "warmup over half of the run, a small gain"
+    names = [f"{chr(97 + i)} {words}"[:letters] for i in range(14)]
+    table = [
+        {"arm": name, "run": name, "outcome": "trained", "step": step, "loss": 2.0, "smoothed": 2.0,
+         "h1": 3.0}
+        for name in names for step in range(3)
+    ]  # fmt: skip
+    canvas = figures._draw_loss(table)
+    canvas.draw_without_rendering()
+    box = canvas.legends[0].get_window_extent()
+    assert canvas.bbox.x0 <= box.x0 and box.x1 <= canvas.bbox.x1
+    looks = {
+        (line.get_color(), line.get_marker(), line.get_markerfacecolor())
+        for line in canvas.axes[0].get_lines() if not line.get_label().startswith("_")
+    }  # fmt: skip
+    assert len(looks) == len(names)
+    plt.close(canvas)
+
+
 @pytest.mark.parametrize(
     "value, shown",
     [(None, ""), (3, "3"), (0.123456, "0.1235"), (12345.678, "1.23e+04"), (3.55e-15, "3.55e-15"),

@@ -2,7 +2,8 @@
 
 TABLE has a row for each change: what it changes, which cause it speaks for, and where it is known
 from. A change that makes every seed train, alone, is a cure, and its cause a tested finding. One
-that only moves the failure to a later step is a delay.
+that only moves the failure to a later step is a delay. Causes are told in the order of the loss
+that their cures reached; one with a larger batch has seen more text by then.
 """
 
 from __future__ import annotations
@@ -292,8 +293,15 @@ def causes(base: Result, results: Sequence[Result], untried: Sequence[str] = ())
     """
     if base.trained == len(base.words):
         return []
-    found, cured = [], [own for own in results if own.effect == "cures"]
-    for cause in dict.fromkeys(own.cause for own in cured):
+    found: list[Finding] = []
+    cured = sorted((own for own in results if own.effect == "cures"), key=_reached)
+    kinds = list(dict.fromkeys(own.cause for own in cured))
+    if len(kinds) > 1:
+        says = (
+            f"changes of {len(kinds)} kinds cure it, each alone: no one of them is the only cause"
+        )
+        found.append(Finding("note", says, (), "tested"))
+    for cause in kinds:
         cures = [own for own in cured if own.cause == cause]
         says = f"{' and '.join(_quoted(own) for own in cures)} {_each(cures)}"
         evidence = tuple(tell(own, base) for own in cures)
@@ -318,12 +326,17 @@ def causes(base: Result, results: Sequence[Result], untried: Sequence[str] = ())
     return found
 
 
+def _reached(own: Result) -> float:
+    """What changes are ordered by: the best loss of the seed in the middle."""
+    return float(np.median(own.best))
+
+
 def tell(own: Result, base: Result) -> str:
     """'lr / 4: trained 3 of 3, best 2.31 nats (baseline: 0 of 3, 3.02)'."""
     return (
         f"{own.name}: {own.trained} of {len(own.words)} train ({_dates(own)}), best "
-        f"{np.median(own.best):.2f} nats; baseline {base.trained} of {len(base.words)} "
-        f"({_dates(base)}), {np.median(base.best):.2f}"
+        f"{_reached(own):.2f} nats; baseline {base.trained} of {len(base.words)} "
+        f"({_dates(base)}), {_reached(base):.2f}"
     )
 
 
