@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
+from matplotlib.textpath import TextPath
 
 from normstudy import frames, sentences
 from normstudy.errors import UserError
@@ -191,13 +192,14 @@ def _marked(i: int) -> dict[str, Any]:
 
 
 def _columns(labels: list[str], most: int) -> int:
-    """How many columns of a legend fit the width at 7 points: a letter is 0.039 in wide there, a
-    handle 0.4 in, and 0.2 in lie between columns."""
+    """How many columns of a legend fit the width at 7 points: a handle takes 0.4 in there, and 0.2
+    in lie between columns."""
+    widths = [TextPath((0, 0), own, size=7).get_extents().width / 72 for own in labels]
 
     def wide(n: int) -> float:
         rows = -(-len(labels) // n)
-        columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
-        return sum(0.4 + 0.039 * max(map(len, own)) for own in columns) + 0.2 * (n - 1)
+        columns = [widths[i : i + rows] for i in range(0, len(labels), rows)]
+        return sum(0.4 + max(own) for own in columns) + 0.2 * (n - 1)
 
     return next((n for n in range(most, 1, -1) if wide(n) <= WIDTH), 1)
 
