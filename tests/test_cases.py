@@ -49,6 +49,15 @@ def test_a01_post_norm_of_6_blocks_is_healthy(tmp_path):
     assert (told["verdict"], told["exit_code"]) == ("healthy", 0)
 
 
+def test_a08_pre_norm_without_a_final_norm_is_a_structure_though_it_trains_at_this_scale(tmp_path):
+    told = diagnose(
+        tmp_path, "--placement", "pre", "--layers", 24, "--lr", 1e-3, "--final-norm", False,
+        "--steps", 300,
+    )  # fmt: skip
+    assert (told["verdict"], causes(told, "measured")) == ("structure", {"structure"})
+    assert [trial["words"] for trial in told["trials"]] == [["trained"]]
+
+
 def test_a20_gradient_descent_at_rate_20_with_a_clip_is_the_optimizer_and_no_norm(tmp_path):
     """The report's cause: a clip and a rate made for recurrent networks."""
     told = diagnose(
