@@ -37,7 +37,12 @@ Rows = Sequence[dict[str, Any]]
 def _gradient(metrics: Rows, probes: Rows) -> Alarm | None:
     del probes
     norms = np.array([row.get("gradient_norm", np.nan) for row in metrics], float)
-    for at in range(10, len(norms)):
+    if not len(norms):
+        return None
+    before = np.concatenate([np.full(BEFORE, np.inf), norms[:-1]])
+    lowest = np.fmin.reduce(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
+    # no median is below the lowest: few rows need one
+    for at in 10 + np.flatnonzero(norms[10:] > JUMP * lowest[10:]):
         usual = float(np.median(norms[max(at - BEFORE, 0) : at]))
         if norms[at] > JUMP * usual > 0:
             step = metrics[at]["step"]

@@ -174,7 +174,8 @@ def text(run: config.Run) -> list[Finding]:
     words = f"{share:.1%} of the training text's stretches of {STRETCH} tokens are copies of others"
     if share > DUPLICATES:
         return [Finding("duplicate data", words, (feed.text.name,), "measured")]
-    return [Finding("note", f"{words}; H1 = {feed.h1:.2f} nats")]
+    tokens = run.data.batch * run.model.context
+    return [Finding("note", f"{words}; H1 = {feed.h1:.2f} nats; {tokens} tokens an update")]
 
 
 def copies(tokens: np.ndarray) -> float:
