@@ -146,10 +146,11 @@ def split_by_batch(mesh: jax.sharding.Mesh, x: jax.Array) -> jax.Array:
 def size_without_fsdp(leaf: Any) -> int | None:
     """Entries of an abstract leaf that a device holds once all parts of fsdp have come together;
     None where fsdp does not split it."""
-    if "fsdp" not in leaf.sharding.spec:
+    parts = leaf.sharding.mesh.shape["fsdp"]
+    if "fsdp" not in leaf.sharding.spec or parts == 1:
         return None
     held = leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(held) * leaf.sharding.mesh.shape["fsdp"]
+    return math.prod(held) * parts
 
 
 def data_alone(devices: jax.sharding.Mesh) -> bool:

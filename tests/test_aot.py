@@ -29,6 +29,7 @@ SLICES = {name: (name, {}) for name in ("v4-8", "v5e-16", "v6e-16")}  # v4-32: F
 WIDE = {"width": 256, "ff": 1024, "batch": 64, "context": 64}
 DEPTHS = {str(n): ("v5e-4", WIDE | {"layers": n}) for n in (48, 1000)}
 FSDP = {"fsdp": ("v4-8", {"fsdp": 4})}
+TWO_SLICES = {"2 slices": ("v4-8", {"slices": 2})}
 FLAGSHIP = config.override(config.PRESETS["tpu"], context=1024)
 
 # compiles plain steps and prints what the tests ask of them; argv: {name: [slice, fields]}
@@ -39,8 +40,10 @@ topologies.prepare()
 from normstudy import aot, config
 answers = {}
 for name, (tpu, fields) in json.loads(sys.argv[1]).items():
+    slices = fields.pop("slices", 1)
     run, slice = config.override(config.Run(), **fields), topologies.slice_of(tpu)
-    proof = aot.prove(run, slice, only=next(iter(aot.TAKES)))
+    proof = aot.prove(run, slice, slices, only=next(iter(aot.TAKES)))
+    aot.check(proof)
     (program,) = proof.programs
     answers[name] = aot.as_dict(proof) | {
         "flops": program.flops,
@@ -116,7 +119,7 @@ def compiled():
     """(answers about plain steps, what WHOLE prints), by two processes at once."""
     flagship = {"flagship": ["v4-32", config.fields_of(FLAGSHIP)]}
     first = started(STEPS, json.dumps(json.loads(wanted(SLICES)) | flagship))
-    second = started(STEPS, wanted(DEPTHS | FSDP))
+    second = started(STEPS, wanted(DEPTHS | FSDP | TWO_SLICES))
     try:
         steps = answer(second)
         whole = answer(started(WHOLE))
@@ -164,6 +167,15 @@ def test_matrix_products_of_a_step_are_four_thirds_of_its_textbook_count(compile
         run = config.override(config.Run(), **SMALL | WIDE | {"layers": int(depth)})
         work = textbook.matmul_flops(run) + textbook.attention_flops(run)
         assert 1.1 < 4 * compiled[0][depth]["flops"] / work < 4 / 3
+
+
+@pytest.mark.fault  # F20
+def test_two_slices_meet_once_a_step_and_what_they_gather_is_no_parameter(compiled):
+    """They add up gradients by a reduce-scatter in each slice, and gather the sums."""
+    own = compiled[0]["2 slices"]
+    assert own["fits"] and own["devices"] == 8 and own["mesh"]["data"] == 8
+    where = {kind["kind"]: kind["in_loops"] for kind in own["collectives"]}
+    assert where["between slices"] is False and not any(where.values())
 
 
 @pytest.mark.fault  # F20
