@@ -11,7 +11,7 @@ A cell is n seeds, and says how many came to which outcome (outcome.py). The gri
 anything is run. Over the depth diagram: the largest stable rates as measured, where OUT/max_lr.csv
 lies or --max-lr names one, and how theory says that they change with depth, 1 / (change of x_L by
 the first update), up to a factor: by the mean field for every row of the table that it can run, by
-DeepNet's criterion (theory.py) where the skip path crosses a norm.
+DeepNet's criterion (theory.py) where the skip path crosses a norm and alpha is one number.
 
 No run ends early unless --stop-after says so: a plateau may end at any update (pre-norm at 0.32
 trained from update 348 of 400), so that no patience short of the run itself is sound. What is not
@@ -20,8 +20,8 @@ finite ends by itself. `undecided` at small rates means too slow for so few upda
 Command   python experiments/phase_diagram.py --preset cpu
           ... --shard 2/4 --out runs/phase2     the second of four parts, e.g. on another machine
           normstudy figures runs/phase1 runs/phase2 ...     all parts in one diagram
-Time      on two CPU cores, a seed: 40 minutes for --diagrams depth with three placements, 40 more
-          for gain; finished runs are skipped. 4.5 GB of disk, nearly all of it checkpoints;
+Time      on two CPU cores, a seed: 100 minutes for both diagrams (minutes_of_steps in summary.json,
+          of one core); finished runs are skipped. 4.5 GB of disk, nearly all of it checkpoints;
           --checkpoint-every 400 keeps only the last of each run
 Expect    runs/phase_diagram/phase_depth.csv and phase_gain.csv, a row a cell; figures/phase_*, and
           report.html. Pre-norm trains at all depths; post-norm's largest rate falls with the depth
@@ -37,6 +37,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from normstudy import (
     cli,
@@ -129,7 +131,8 @@ def laws(base: config.Run, names: Sequence[str], depths: Sequence[int]) -> Table
     """What the first update does to x_L at each depth, up to a factor free of it: theory.csv.
 
     By the mean field, for a step of the optimizer's kind; by DeepNet's criterion where the skip
-    path crosses a norm. A row of the table that the mean field cannot run has no line of it.
+    path crosses a norm and alpha is the same in all blocks. A row of the table that the mean field
+    cannot run has no line of it.
     """
     step, criterion = ("sgd", theory.sgd_criterion)
     if base.optim.optimizer != "sgd":  # Adam's first step is the sign of the gradient
@@ -150,9 +153,10 @@ def laws(base: config.Run, names: Sequence[str], depths: Sequence[int]) -> Table
                 updates["mean field"] = float(values[f"function_update/{step}"])
             except ValueError as error:
                 say(f"{name}: no line of theory ({error})")
-            if place.skip_norms:
-                alpha = float(place.constants(layers).alpha)
-                updates["DeepNet's criterion"] = criterion(layers, alpha, gains["v"], gains["o"])
+            alpha = place.constants(layers).alpha
+            if place.skip_norms and np.ndim(alpha) == 0:
+                own = criterion(layers, float(alpha), gains["v"], gains["o"])
+                updates["DeepNet's criterion"] = own
             found += [
                 {"placement": name, "layers": layers, "law": law, "update": update}
                 for law, update in updates.items()

@@ -349,6 +349,16 @@ def test_laws_come_from_the_row_of_the_table(experiment):
     assert 1 < growth["pre"] < growth["post"]
 
 
+def test_criterion_has_no_law_for_a_row_whose_alpha_is_another_in_some_block(experiment):
+    base = config.override(BASE, width=8, heads=2, ff=16, context=8, batch=8)
+    found = experiment.laws(base, ["keel", "deepnorm"], [4])
+    laws = {(row["placement"], row["law"]) for row in found}
+    assert ("keel", CRITERION) not in laws and {
+        ("keel", "mean field"),
+        ("deepnorm", CRITERION),
+    } <= laws
+
+
 def test_cells_of_the_gain_diagram_alone_make_no_depth_diagram():
     runs = [logs("trained", gain=gain, lr=lr) for gain in (0.5, 1.0) for lr in (0.01, 0.1)]
     table = phases.cells(runs)
