@@ -123,8 +123,9 @@ def activation_rms(streams: Streams) -> Float[Array, " S"]:
 
 def offset(streams: Streams) -> Float[Array, " S"]:
     """Mean of x_l over its channels, over their standard deviation, l = 0..L."""
-    mean = jnp.mean(streams, -1, keepdims=True)
-    scatter = frobenius(streams - mean, (1, 2, 3)) / streams.shape[-1] ** 0.5
+    wide = streams.astype(jnp.promote_types(streams.dtype, jnp.float32))
+    mean = jnp.mean(wide, -1, keepdims=True)
+    scatter = frobenius(wide - mean, (1, 2, 3)) / streams.shape[-1] ** 0.5
     return frobenius(mean, (1, 2, 3)) / jnp.maximum(scatter, _tiny(scatter))
 
 

@@ -353,6 +353,10 @@ def test_offset_is_the_mean_over_the_channels_over_their_deviation():
     # a mean of 6 is 12 deviations here: float32 keeps five digits of them
     np.testing.assert_allclose(probes.offset(jnp.asarray(streams)), expected, rtol=1e-5)
     assert float(probes.offset(jnp.zeros((1, 1, 2, 4)))[0]) == 0.0
+    rounded = jnp.asarray(streams, jnp.bfloat16)
+    wide = np.asarray(rounded, np.float64)  # what is left of them, and not what rounding adds
+    expected = np.sqrt((wide.mean(-1) ** 2).mean((1, 2)) / (wide.std(-1) ** 2).mean((1, 2)))
+    np.testing.assert_allclose(probes.offset(rounded), expected, rtol=1e-5)
 
 
 def test_activation_rms_is_the_root_mean_square():
