@@ -42,7 +42,7 @@ def _gradient(metrics: Rows, probes: Rows) -> Alarm | None:
     before = np.concatenate([np.full(BEFORE, np.inf), norms[:-1]])
     lowest = np.fmin.reduce(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
     # no median is below the lowest: few rows need one
-    for at in 10 + np.flatnonzero(norms[10:] > JUMP * lowest[10:]):
+    for at in map(int, 10 + np.flatnonzero(norms[10:] > JUMP * lowest[10:])):
         usual = float(np.median(norms[max(at - BEFORE, 0) : at]))
         if norms[at] > JUMP * usual > 0:
             step = metrics[at]["step"]
