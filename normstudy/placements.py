@@ -79,6 +79,10 @@ class Placement:
         """Does a norm stand between x_L and the readout: as the config says, or as the row?"""
         return self.final_norm if model.final_norm is None else model.final_norm
 
+    def norms_branches_alone(self, model: config.Model) -> bool:
+        """Does it have norms, and none that the stream passes, not even before the readout?"""
+        return bool(self.norms) and not self.skip_norms and not self.has_final_norm(model)
+
     def of(self, sublayer: str) -> Equation:
         """The equation of attn or mlp."""
         return self.mlp if sublayer == "mlp" and self.mlp is not None else self.equation

@@ -346,6 +346,8 @@ def test_pre_norm_without_a_final_norm_is_a_structure_before_any_training():
     assert verdicts(audits.structure(tiny.run(placement="post"))) == []
     (tried,) = [own for own in trials.chosen(bare, ["structure"]) if own[0].cause == "structure"]
     assert tried[1] == {"final_norm": True}
+    without = trials.chosen(tiny.run(placement="t-fixup"), [])  # it has no norm by design
+    assert not any(trial.cause == "structure" for trial, _ in without)
 
 
 def test_deep_post_norm_at_full_rate_is_suspected_and_shallow_or_warm_is_not():

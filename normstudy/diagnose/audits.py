@@ -87,7 +87,7 @@ def first_loss(run: config.Run) -> list[Finding]:
     if loss < uniform + SURE:
         return [Finding("note", f"loss at step 0: {loss:.2f} nats; ln V = {uniform:.2f}")]
     says = f"the loss at step 0 is {loss:.2f} nats, and ln V = {uniform:.2f}: logits are too large"
-    if _bare(run.model):
+    if placements.row(run.model.placement).norms_branches_alone(run.model):
         return [Finding("structure", f"{says}, for nothing norms the stream before the readout")]
     advice = "a readout with std D^-0.5 (--embed-std for a tied one; default: width^-0.5)"
     return [Finding("logit scale", says, (), "measured", advice)]
@@ -96,7 +96,7 @@ def first_loss(run: config.Run) -> list[Finding]:
 def structure(run: config.Run) -> list[Finding]:
     """What the row lacks, and sizes that are not the usual ones."""
     place, found = placements.row(run.model.placement), []
-    if _bare(run.model):
+    if place.norms_branches_alone(run.model):
         says = (
             f"{run.model.placement} norms its branches and nothing norms the stream: no final norm "
             f"stands before the readout, where the stream has grown with the depth"
@@ -110,12 +110,6 @@ def structure(run: config.Run) -> list[Finding]:
         says = f"{run.model.heads} heads of {run.model.width // run.model.heads}: small ones"
         found.append(Finding("note", says))
     return found
-
-
-def _bare(model: config.Model) -> bool:
-    """Norms in the branches alone, and none before the readout."""
-    place = placements.row(model.placement)
-    return bool(place.norms) and not place.skip_norms and not place.has_final_norm(model)
 
 
 def wired(run: config.Run) -> list[Finding]:

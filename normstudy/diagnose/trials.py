@@ -64,9 +64,8 @@ def _four_matrices(run: config.Run) -> dict[str, Any]:
 
 
 def _final_norm(run: config.Run) -> dict[str, Any]:
-    """Where every sublayer ends in a norm, the stream needs none at its end."""
-    bare = not placements.row(run.model.placement).has_final_norm(run.model)
-    return {"final_norm": True} if bare and not _crosses(run) else {}
+    place = placements.row(run.model.placement)
+    return {"final_norm": True} if place.norms_branches_alone(run.model) else {}
 
 
 def _no_decay(run: config.Run) -> dict[str, Any]:
