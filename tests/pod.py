@@ -75,7 +75,7 @@ class Pod:
         process = subprocess.Popen(
             [str(SCRIPTS / command[0]), *map(str, command[1:])], env=self.env | env, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=_as_in_a_terminal,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -101,19 +101,28 @@ class Pod:
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
         for record in self.folder.glob("connections/*"):
             self._end(int(record.name))
         for record in self.folder.glob("worker_*/normstudy/attempts/*/keeper"):
             self._end(int(record.read_text()))
         for record in self.folder.glob("worker_*/normstudy/holder.pid"):
             self._end(int(record.read_text().split()[0]))
+        for process in self.started:
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # what else holds its pipes is left
+                process.communicate(timeout=10)
 
     def _end(self, group: int) -> None:
         # a pid of long ago may be another's by now: only what ran in this pod is ended
         with contextlib.suppress(OSError):
             if f"FAKE_POD={self.folder}\0".encode() in Path(f"/proc/{group}/environ").read_bytes():
                 os.killpg(group, signal.SIGKILL)
+
+
+def _as_in_a_terminal() -> None:
+    """A shell that starts something behind itself has it ignore Ctrl-C, and all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen, limit_s: float = 60) -> subprocess.CompletedProcess:
