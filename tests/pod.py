@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tpu_scripts"
 FAKES = Path(__file__).parent / "fake_bin"
 
+# a shell that starts something behind itself has it ignore Ctrl-C, and all that this starts
+HEARD = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+AS_IN_A_TERMINAL = [sys.executable, "-I", "-S", "-c", HEARD + "os.execv(sys.argv[1], sys.argv[1:])"]
+
 SAVED, DONE = {"exit": 75}, {"exit": 0}
 
 
@@ -73,9 +77,9 @@ class Pod:
     def start(self, *command: Any, **env: str) -> subprocess.Popen:
         """A script of tpu_scripts/ and its arguments, or a program by its absolute path."""
         process = subprocess.Popen(
-            [str(SCRIPTS / command[0]), *map(str, command[1:])], env=self.env | env, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=_as_in_a_terminal,
+            [*AS_IN_A_TERMINAL, str(SCRIPTS / command[0]), *map(str, command[1:])],
+            env=self.env | env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -118,11 +122,6 @@ class Pod:
         with contextlib.suppress(OSError):
             if f"FAKE_POD={self.folder}\0".encode() in Path(f"/proc/{group}/environ").read_bytes():
                 os.killpg(group, signal.SIGKILL)
-
-
-def _as_in_a_terminal() -> None:
-    """A shell that starts something behind itself has it ignore Ctrl-C, and all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen, limit_s: float = 60) -> subprocess.CompletedProcess:
