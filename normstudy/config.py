@@ -103,6 +103,7 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1  # adamw alone; on matrices, by role
     clip: float = 0.0  # global gradient norm; 0: no clipping
+    frozen: Literal["", "norms"] = ""  # what no update touches: gains and shifts of all norms
 
     def __post_init__(self):
         _positive(self, "lr", "schedule_scale", "eps")

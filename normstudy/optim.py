@@ -12,7 +12,7 @@ import jax
 import optax
 
 from normstudy.config import Optim
-from normstudy.roles import ROLES, role_of
+from normstudy.roles import OF_NORMS, ROLES, role_of
 from normstudy.theory import Tuning
 from normstudy.trees import path_names
 
@@ -41,7 +41,8 @@ def direction(optim: Optim, tuning: Tuning = NO_TUNING) -> optax.GradientTransfo
         "adamw": [adam, optax.add_decayed_weights(optim.weight_decay, mask=decayed)],
     }
     clip = [optax.clip_by_global_norm(optim.clip)] if optim.clip else []
-    return optax.chain(optax.identity(), *clip, *chains[optim.optimizer])
+    kept = [optax.masked(optax.set_to_zero(), of_norms)] if optim.frozen == "norms" else []
+    return optax.chain(optax.identity(), *clip, *chains[optim.optimizer], *kept)
 
 
 def _times_layers(factor: float) -> optax.GradientTransformation:
@@ -52,6 +53,13 @@ def times_layers(tree, factor: float):
     """The tree with every leaf of the layers multiplied by the factor."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: factor * leaf if path_names(path)[0] == "layers" else leaf, tree
+    )
+
+
+def of_norms(params):
+    """Mask with the structure of params: True where the role is a norm's."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: role_of(path_names(path)) in OF_NORMS, params
     )
 
 

@@ -65,7 +65,8 @@ class Descent(NamedTuple):
     loss: Float[Array, "L B"]  # norms of the loss's cotangent of x_l, root mean square
     to_end: Estimate
     skip_gain: Estimate  # to_end with no gradient through the branches
-    of_parts: dict[str, Estimate]  # each part of a layer alone, and all of them as "block"
+    # each part of a layer alone, all of them as "block", that less the identity as "away"
+    of_parts: dict[str, Estimate]
 
 
 def descend(
@@ -98,7 +99,8 @@ def descend(
             cotangents, both = jnp.split(pulled, [len(cotangents)])
             norms[name], through = _norms(both[:vectors]), both[-vectors:]
             skips = _pulled(cuts[name], skips)
-        norms |= {"block": _norms(through), "": _norms(cotangents), "skip": _norms(skips)}
+        norms |= {"block": _norms(through), "away": _norms(through - signs)}
+        norms |= {"": _norms(cotangents), "skip": _norms(skips)}
         return (cotangents, skips), norms
 
     start = jnp.concatenate([at_top[None], signs]), signs
@@ -119,6 +121,13 @@ def token_similarity(streams: Streams) -> Float[Array, " S"]:
 def activation_rms(streams: Streams) -> Float[Array, " S"]:
     """Root mean square of the entries of x_l, l = 0..L."""
     return frobenius(streams, (1, 2, 3)) / streams[0].size ** 0.5
+
+
+def cosine(a: Array, b: Array) -> Array:
+    """Mean over sequences and positions of the cosine between the vectors of two streams; their
+    last three axes are B, T, D."""
+    lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    return jnp.mean(jnp.sum(a * b, -1) / lengths, (-2, -1))
 
 
 def offset(streams: Streams) -> Float[Array, " S"]:
@@ -190,12 +199,15 @@ def measure(
         "stream_gradient": frobenius(of_loss, (1,)) * (top.shape[-2] * top.shape[-1]) ** 0.5,
         **_named("jacobian_to_end", found.to_end),
         **_named("jacobian_of_block", found.of_parts["block"]),
+        **_named("jacobian_minus_identity", found.of_parts["away"]),
         **_named("jacobian_of_sublayer", found.of_parts["attn"], "/attn"),
         **_named("jacobian_of_sublayer", found.of_parts["mlp"], "/mlp"),
         **_named("skip_gain", found.skip_gain),
         "similarity": token_similarity(streams),
         "rms": activation_rms(streams),
         "offset": offset(streams),
+        "cosine_to_next": cosine(streams[:-1], streams[1:]),
+        "cosine_to_start": cosine(streams[:1], streams),
         **of_taps(taps),
     }
 

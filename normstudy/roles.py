@@ -37,6 +37,7 @@ ROLES: dict[str, Role] = {
 }
 # fmt: on
 
+OF_NORMS = ("scale", "bias", "slope")
 BRANCH_MATRICES = tuple(name for name, role in ROLES.items() if role.branch)
 
 
