@@ -275,8 +275,8 @@ def c7(case: Case) -> Ruling:
 
 def c8(case: Case) -> Ruling:
     """Against: pre-norm bears no more than post-norm; or bears it also with a damped skip path."""
-    layers = max((r["layers"] for r in case.ramp if r["placement"] == "post"), default=0)
-    layers = 48 if any(r["layers"] == 48 for r in case.ramp) else layers
+    depths = {row["layers"] for row in case.ramp}
+    layers = 48 if 48 in depths else max(depths, default=0)
     rates = {
         name: [r["max_stable_lr"] for r in case.ramp
                if r["placement"] == name and r["layers"] == layers]
@@ -372,7 +372,8 @@ def c14(case: Case) -> Ruling:
     within a third of the norm's projector. J = P J for a norm of gain 1, so that
     |J - 1|^2 = |J - P|^2 + |1 - P|^2, the last of two channels in D."""
     told, holds, n = [], [], 0
-    for recipe in ("post", "post+1/sqrt(2L)", "deepnet"):
+    fixes = ("post+1/sqrt(2L)", "deepnet")
+    for recipe in ("post", *fixes):
         rows = case.probed(recipe, USUAL, 0)
         if not rows:
             return OPEN, "not run", 0
@@ -391,7 +392,7 @@ def c14(case: Case) -> Ruling:
             f"{recipe}: least cosine of a block {_around(cosine)}, distance to the projector "
             f"{_around(away)}, cosine of x_0 and x_L {_around(whole)}"
         )
-        if recipe != "post":
+        if recipe in fixes:
             holds.append(cosine.value > CLOSE["cosine"] and away.value < CLOSE["distance"])
         n = cosine.n
     if all(holds):

@@ -126,6 +126,7 @@ def activation_rms(streams: Streams) -> Float[Array, " S"]:
 def cosine(a: Array, b: Array) -> Array:
     """Mean over sequences and positions of the cosine between the vectors of two streams; their
     last three axes are B, T, D."""
+    a, b = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (a, b))
     lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return jnp.mean(jnp.sum(a * b, -1) / lengths, (-2, -1))
 

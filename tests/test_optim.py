@@ -97,6 +97,17 @@ def test_clip_bounds_the_global_norm_and_keeps_the_direction(model, gradients):
     tiny.assert_bit_equal(kept, gradients[0])
 
 
+def test_frozen_norms_get_no_update_and_the_matrices_get_the_same(model, gradients):
+    plain, kept = (
+        tiny.leaves(directions(Optim(frozen=frozen), model, gradients)[-1])
+        for frozen in ("", "norms")
+    )
+    for path, own in kept.items():
+        of_norm = path.rsplit("/")[-1] in ("scale", "bias")
+        np.testing.assert_array_equal(own, 0 * own if of_norm else plain[path], err_msg=path)
+    assert any(path.endswith("scale") and plain[path].any() for path in plain)
+
+
 def test_static_part_forgets_the_schedule_and_nothing_else():
     a = Optim(optimizer="adamw", lr=0.3, schedule="wsd", warmup=9, end_fraction=0.5,
               decay_fraction=0.4, schedule_scale=3.0, b1=0.1, b2=0.2, eps=1e-3,

@@ -12,6 +12,7 @@ import tiny
 from matfree import stochtrace
 
 from normstudy import config, mesh, probes, programs, roles
+from normstudy.norms import layer_norm
 from normstudy.probes import BRANCHES
 
 # jax.nn.dot_product_attention takes its softmax in float32 even in float64: two programs of the
@@ -51,10 +52,9 @@ def exact_to_end(model, x0, cut=()):
 
 def exact_norms(model, x0) -> dict[str, np.ndarray]:
     """{part: sqrt(||J||^2 / (B T D)) in each layer}, from the whole Jacobians."""
-    return {
-        part: np.sqrt((own**2).sum((1, 2, 3)) / x0.size)
-        for part, own in tiny.jacobians(model, x0).items()
-    }
+    whole = tiny.jacobians(model, x0)
+    whole["away"] = whole["block"] - np.eye(whole["block"].shape[-1])
+    return {part: np.sqrt((own**2).sum((1, 2, 3)) / x0.size) for part, own in whole.items()}
 
 
 @jax.jit
@@ -109,7 +109,7 @@ def test_jacobian_of_sublayers_and_blocks_is_the_exact_frobenius_norm(x64, place
     model, x0 = start(seed, placement)
     keys = jax.random.split(jax.random.key(seed), 256)
     found, exact = repeated_of_parts(model, x0, keys), exact_norms(model, x0)
-    assert found.keys() == {"attn", "mlp", "block"}
+    assert found.keys() == {"attn", "mlp", "block", "away"}
     for part in found:
         assert_estimates_hold(found[part], exact[part])
 
@@ -343,6 +343,24 @@ def test_token_similarity_is_the_mean_cosine_over_pairs(x64):
     pairs = cosines[:, :, ~np.eye(T, dtype=bool)]
     found = probes.token_similarity(jnp.asarray(streams))
     np.testing.assert_allclose(found, pairs.mean((1, 2)), rtol=1e-13)
+
+
+def test_a_norm_alone_on_the_skip_path_is_as_far_from_the_identity_as_its_two_lost_directions(x64):
+    """J = P / sigma with P a projector of rank D - 2: at sigma 1 |P - 1| is sqrt(2 / D)."""
+    x = jax.random.normal(jax.random.key(0), (1, B, T, D))
+    x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+    part = {"norm": lambda own, x, cut: own * layer_norm(x, 0.0)[0]}
+    found = probes.descend(part, jnp.ones(1), x, x[0], jax.random.key(1), 64).of_parts["away"]
+    assert abs(found.norm[0] ** 2 - 2 / D) < 3 * 2 * found.norm[0] * found.se[0]
+
+
+def test_cosine_of_streams_is_the_mean_over_positions(x64):
+    a, b = np.random.default_rng(0).normal(size=(2, 3, B, T, D))
+    expected = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    found = probes.cosine(jnp.asarray(a), jnp.asarray(b))
+    np.testing.assert_allclose(found, expected.mean((1, 2)), rtol=1e-13)
+    of_first = probes.cosine(jnp.asarray(a[:1]), jnp.asarray(a))
+    np.testing.assert_allclose(of_first[0], 1, rtol=1e-13)
 
 
 def test_offset_is_the_mean_over_the_channels_over_their_deviation():
