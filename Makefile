@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 EXTRAS ?= test
 ARGS   ?=
 
-.PHONY: install reproduce tune bench profile depth thousand study test fault cases lint figures clean
+.PHONY: install reproduce claims paper tune bench profile depth thousand study test fault cases lint figures clean
 
 install: $(VENV)/.installed
 
@@ -43,8 +43,17 @@ study: install
 	$(BIN)/python experiments/max_lr.py $(ARGS)
 	$(BIN)/python experiments/phase_diagram.py --max-lr runs/max_lr/max_lr.csv $(ARGS)
 
+# every claim measured: 3 hours on two cores for five seeds; what is finished is skipped
+claims: install
+	$(BIN)/python experiments/claims.py --seeds 5 --tables paper/data $(ARGS)
+
+# those of the paper from its committed tables; of a run or study with ARGS=FOLDER
 figures: install
-	$(BIN)/normstudy figures $(or $(ARGS),runs/reproduce)
+	$(BIN)/normstudy figures $(or $(ARGS),paper/data --out paper/build/figures)
+
+# paper/build/main.pdf from the committed tables; needs latexmk (says which Debian packages)
+paper: install
+	$(BIN)/normstudy paper $(ARGS)
 
 # 14 minutes on two cores, two tests at a time: not part of .ci/run. In an environment of
 # its own: where libtpu is, every process looks for a TPU first

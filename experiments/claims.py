@@ -49,8 +49,10 @@ from normstudy import (
     hosts,
     ledger,
     norms,
+    paper_figures,
     placements,
     programs,
+    record,
     runtime,
     study,
     tables,
@@ -84,6 +86,7 @@ RECIPES: dict[str, Changes] = {
     "deepnet": {"placement": "deepnorm", "warmup": 0},
     "deepnet+warmup": {"placement": "deepnorm"},
 }
+assert tuple(RECIPES) == ledger.RECIPES
 FOLLOWED = ("pre", "post", "deepnet")  # with their curvature, at USUAL
 INITS: dict[str, Changes] = {
     "xavier": {},
@@ -299,6 +302,17 @@ def _gpt2() -> Iterator[Changes]:
     yield _row("C15", "a norm before GPT-2's readout", float(hasattr(model.transformer, "ln_f")))
 
 
+def about(options: Options, command: str) -> Table:
+    """What the runs were made by and with: {what, value}."""
+    identity = record.read_identity(options.out / record.CONFIG, KIND)
+    found = {"preset": options.preset, "command": command, "code": identity["code"]}
+    found |= {f"version of {name}": own for name, own in identity["versions"].items()}
+    for section in identity["config"].values():
+        found |= section if isinstance(section, dict) else {}
+    found |= {"seeds": options.seeds, "steps": identity["config"]["steps"]}
+    return [{"what": name, "value": str(own)} for name, own in found.items()]
+
+
 # ------------------------------------------------------------------------------------ the run
 
 
@@ -314,13 +328,18 @@ def main(argv: Sequence[str]) -> None:
         )  # fmt: skip
     if not hosts.leads():
         return
-    folder = options.tables or options.out / "tables"
-    made = evidence.of(frames.load(options.out), options.out, closely=FOLLOWED)
+    folder = options.tables or options.out / evidence.FOLDER
+    plain = [f"{name} lr {USUAL:g}" for name in RECIPES if not RECIPES[name].get("warmup", 1)]
+    made = evidence.of(frames.load(options.out), options.out, curves=RECIPES, layers=plain)
     made["checks"] = checks(base, options.seeds)
+    how = cli.command_line("experiments/claims.py", options, argv)
+    made["study"] = about(options, how)
     evidence.write(folder, made)
     verdicts = ledger.write(folder, RAMP)
-    how = cli.command_line("experiments/claims.py", options, argv)
-    study.sum_up(options.out, "The ledger of claims", how, draw=options.draw)
+    study.sum_up(options.out, "The ledger of claims", how, draw=False)
+    if options.draw:
+        say("drawing the figures")
+        paper_figures.draw_all(folder, options.out / "figures")
     if options.json:
         print((options.out / "summary.json").read_text(encoding="utf-8"), end="")
     else:

@@ -156,9 +156,10 @@ def show(rows: list[dict[str, Any]], study: Study) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """Redraw the figures of a run or study from its logs; no accelerator needed."""
+    """Redraw the figures of a run or study from its logs, or those of the paper from its tables; no
+    accelerator needed."""
 
-    # a run or study folder, or several of one study, as its shards write them
+    # a run or study folder, or several of one study, as its shards write them; or the paper's data
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
     out: Path | None = None  # default: figures/ in the first of them
     json: bool = False  # print names and sentences as JSON
@@ -183,6 +184,17 @@ class Probe:
 
 
 MAX_LR = Path(__file__).parents[1] / "experiments" / "results" / "max_lr.csv"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Tables -> figures, numbers, and the paper as a PDF (by latexmk)."""
+
+    source: Path = Path("paper")  # folder of main.tex and what it takes along
+    data: Path | None = None  # folder of the tables; default: SOURCE/data
+    out: Path | None = None  # default: SOURCE/build
+    draft: bool = False  # where data are missing: a box that says so
+    pdf: bool = True  # --no-pdf: all that LaTeX needs, without LaTeX
 
 
 @dataclass(frozen=True)
@@ -216,15 +228,28 @@ def figures(argv: Sequence[str]) -> None:
     command = _parse(Figures, argv)
     if not command.paths:
         raise UserError("give a run or study folder: normstudy figures PATH")
+    from normstudy import evidence, paper_figures, pictures
     from normstudy import figures as draw
-    from normstudy import pictures
 
     paths = [_pulled(path) for path in command.paths]
+    for folder in (paths[0], paths[0] / evidence.FOLDER):
+        if (folder / "runs.csv").exists():
+            drawn = paper_figures.draw_all(folder, command.out or paths[0] / "figures")
+            print(as_json(list(map(str, drawn))) if command.json else "\n".join(map(str, drawn)))
+            return
     runs = frames.load(*paths)
     out = command.out or paths[0] / "figures"
     drawn = draw.draw_all(runs, out, pictures.of(paths, runs))
     rows = [{"figure": str(d.png), "shows": d.sentence} for d in drawn]
     print(as_json(rows) if command.json else "\n".join(row["figure"] for row in rows))
+
+
+def paper(argv: Sequence[str]) -> None:
+    command = _parse(Paper, argv)
+    from normstudy import paper as press
+
+    data, out = command.data or command.source / "data", command.out or command.source / "build"
+    print(press.build(command.source, data, out, command.draft, command.pdf))
 
 
 def probe(argv: Sequence[str]) -> None:
@@ -494,6 +519,7 @@ def verify(argv: Sequence[str]) -> None:
 COMMANDS = {
     "train": train,
     "figures": figures,
+    "paper": paper,
     "probe": probe,
     "verify": verify,
     "diagnose": diagnose,
@@ -509,6 +535,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print("usage: normstudy COMMAND ... (normstudy COMMAND --help tells more)\n")
         print(f"  {'train':<22}train one run, or go on with it")
         print(f"  {'figures RUN_DIR':<22}redraw figures from logs")
+        print(f"  {'paper':<22}tables to figures, numbers and the paper's PDF")
         print(f"  {'probe CHECKPOINT':<22}measure a checkpoint at every layer")
         print(f"  {'diagnose ...':<22}why does it not train, and what fixes it? tries it")
         print(f"  {'watch RUN_DIR':<22}follow a run and warn")

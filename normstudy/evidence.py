@@ -3,6 +3,7 @@
 runs.csv      every run: what it was, what became of it
 probes.csv    every probe: one number for each quantity, see SCALARS
 layers.csv    by layer, at a few steps, of the runs that are looked at closely
+curves.csv    the smoothed loss of these, every tenth update
 """
 
 from __future__ import annotations
@@ -15,28 +16,38 @@ from typing import Any
 
 import numpy as np
 
-from normstudy import config, frames
+from normstudy import config, frames, outcome
 from normstudy.errors import UserError
 from normstudy.frames import Logs, Table
 from normstudy.roles import BRANCH_MATRICES
 
+FOLDER = "tables"  # of a study, where they lie
 Probe = dict[str, Any]
-STEPS = (0, 10, 50)  # at which layers are kept, and the last
+STEPS = (0, 50)  # at which layers are kept
+EVERY = 10  # updates between two points of a curve
 LAYERS = (
     "stream_gradient", "jacobian_to_end", "jacobian_to_end_se", "skip_gain", "similarity",
     "gradient/attn.q", "gradient/mlp.down",
 )  # fmt: skip
 
 
-def of(runs: list[Logs], folder: Path, closely: Collection[str] = ()) -> dict[str, Table]:
-    """{name: table} of all finished runs; closely: recipes whose layers are kept."""
+def of(
+    runs: list[Logs], folder: Path, curves: Collection[str] = (), layers: Collection[str] = ()
+) -> dict[str, Table]:
+    """{name: table} of all finished runs.
+
+    curves: recipes whose loss curves are kept, of the runs that were probed more than once. layers:
+    arms whose layers are kept.
+    """
     done = [logs for logs in runs if logs.outcome]
     if not done:
         raise UserError(f"no run of {folder} has finished yet: there is nothing to tell")
+    near = [logs for logs in done if recipe(logs) in curves and len(logs.probes) > 1]
     return {
         "runs": [_run(logs) for logs in done],
         "probes": [_key(logs) | _scalars(probe) for logs in done for probe in logs.probes],
-        "layers": [row for logs in done if recipe(logs) in closely for row in _layers(logs)],
+        "layers": [row for logs in done if logs.name in layers for row in _layers(logs)],
+        "curves": [row for logs in near for row in _curve(logs)],
     }
 
 
@@ -196,13 +207,22 @@ def _scalars(probe: Probe) -> dict[str, Any]:
 
 
 def _layers(logs: Logs) -> Table:
-    last = logs.probes[-1]["step"]
-    wanted = {*frames.nearest_steps(logs, STEPS), last}
+    wanted = frames.nearest_steps(logs, STEPS)
     return [
         _key(logs)
         | {"step": probe["step"], "layer": layer}
         | {name: probe[name][layer] for name in LAYERS if name in probe}
         for probe in logs.probes
-        if probe["step"] in wanted and len(logs.probes) > 1
+        if probe["step"] in wanted
         for layer in range(logs.run.model.layers)
+    ]
+
+
+def _curve(logs: Logs) -> Table:
+    smoothed = outcome.smooth(np.array([row["loss"] for row in logs.metrics]))
+    last = len(smoothed) - 1
+    return [
+        _key(logs) | {"step": row["step"], "loss": float(loss)}
+        for i, (row, loss) in enumerate(zip(logs.metrics, smoothed, strict=True))
+        if i % EVERY == 0 or i == last
     ]

@@ -27,6 +27,11 @@ SUPPORTED, NOT, OPEN = "supported", "not supported", "open at this scale"
 ONLY_IF = "supported only if "
 TRAINS = ("trained", "spiked")
 FAILS = ("stalled", "collapsed", "diverged")
+# of the grid, in the order in which they are told: the refactor, then the fixes
+RECIPES = (
+    "pre", "post", "post+warmup", "post+1/sqrt(2L)", "post+1/sqrt(2L)+warmup", "deepnet",
+    "deepnet+warmup",
+)  # fmt: skip
 USUAL = 1e-3  # Adam's default, the rate of the ablations
 DEATH = 300  # updates within which claim C6 sees the loss diverge
 FACTOR = 10.0  # a bottom gradient is even within such a factor of the top's (claims C4)

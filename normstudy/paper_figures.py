@@ -1,0 +1,303 @@
+"""Figures of the paper, from the tables of evidence.py and ledger.py. No accelerator, no training.
+
+One message each; every seed is seen, geometric means on logarithmic axes are drawn over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from normstudy import evidence, frames, ledger
+from normstudy.errors import UserError
+from normstudy.figures import STYLE, WIDTH
+from normstudy.frames import Table
+from normstudy.phase_figure import COLOURS, ORDER
+
+# Okabe & Ito's, told apart by colour-blind people; each recipe has a dash and a marker as well
+INK = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: Any = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+MARKERS = "osD^vP*"
+PAPER: Any = STYLE | {"axes.titlesize": 8, "legend.fontsize": 7, "axes.labelsize": 8}
+
+Tables = dict[str, Table]
+
+
+class Picture(NamedTuple):
+    """File name, the tables it needs, the drawing."""
+
+    name: str
+    needs: tuple[str, ...]
+    draw: Callable[[Tables], Canvas]
+
+
+def draw_all(data: Path, out: Path) -> list[Path]:
+    """OUT/NAME.pdf and .png for every figure whose tables lie in DATA; the same tables give the
+    same bytes. Raises UserError where none does."""
+    drawn = []
+    for picture in PICTURES:
+        if not all((data / f"{name}.csv").exists() for name in picture.needs):
+            continue
+        tables = {name: evidence.read(data, name) for name in picture.needs}
+        with plt.rc_context(PAPER):
+            canvas = picture.draw(tables)
+            out.mkdir(parents=True, exist_ok=True)
+            drawn.append(out / f"{picture.name}.pdf")
+            canvas.savefig(drawn[-1], metadata={"CreationDate": None})
+            canvas.savefig(drawn[-1].with_suffix(".png"), metadata={"Software": None})
+            plt.close(canvas)
+    if not drawn:
+        raise UserError(f"{data} has no tables of experiments/claims.py: there is nothing to draw")
+    return drawn
+
+
+# ----------------------------------------------------------------------------------- drawings
+
+
+def draw_grid(tables: Tables) -> Canvas:
+    """Recipe by learning rate: what became of the seeds."""
+    rows = [row for row in tables["runs"] if row["recipe"] in _recipes(tables["runs"])]
+    recipes, rates = _recipes(rows), sorted({row["lr"] for row in rows})
+    canvas, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.28 * len(recipes)))
+    for y, recipe in enumerate(recipes):
+        for x, lr in enumerate(rates):
+            words = [r["outcome"] for r in rows if r["recipe"] == recipe and r["lr"] == lr]
+            if not words:
+                continue
+            left = float(x)
+            for word in ORDER:
+                width = words.count(word) / len(words)
+                axes.add_patch(Rectangle((left, y), width, 1, fc=COLOURS[word], lw=0))
+                left += width
+            axes.add_patch(Rectangle((x, y), 1, 1, fill=False, ec="white", lw=1))
+            k = sum(word in ledger.TRAINS for word in words)
+            axes.text(x + 0.5, y + 0.5, f"{k}/{len(words)}", ha="center", va="center", fontsize=7)
+    axes.set(xlim=(0, len(rates)), ylim=(len(recipes), 0), xlabel="peak learning rate")
+    axes.set_xticks([x + 0.5 for x in range(len(rates))], [f"{lr:g}" for lr in rates])
+    axes.set_yticks([y + 0.5 for y in range(len(recipes))], recipes)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    found = [word for word in ORDER if any(row["outcome"] == word for row in rows)]
+    canvas.legend(
+        handles=[Patch(fc=COLOURS[word], label=word) for word in found],
+        loc="outside upper center", ncols=len(found),
+    )  # fmt: skip
+    return canvas
+
+
+def draw_loss(tables: Tables) -> Canvas:
+    """Loss curves, a panel for each of the two rates."""
+    rows = tables["curves"]
+    rates, recipes = sorted({row["lr"] for row in rows}), _recipes(rows)
+    canvas, grid = plt.subplots(1, len(rates), figsize=(WIDTH, 2.6), sharey=True, squeeze=False)
+    h1 = tables["runs"][0]["h1"]
+    for axes, lr in zip(grid.flat, rates, strict=True):
+        here = [row for row in rows if row["lr"] == lr]
+        for i, recipe in enumerate(recipes):
+            of_recipe = [row for row in here if row["recipe"] == recipe]
+            for _, own in frames.by(of_recipe, "seed"):
+                axes.plot(*_xy(own, "step", "loss"), c=INK[i], ls=DASHES[i], lw=0.8)
+        axes.axhline(h1, color="grey", lw=0.6)
+        axes.set(title=f"learning rate {lr:g}", xlabel="update", ylim=(2.0, 4.5))
+    grid.flat[0].set_ylabel("training loss (nats)")
+    canvas.legend(handles=_handles(recipes), loc="outside upper center", ncols=4)
+    return canvas
+
+
+def draw_start(tables: Tables) -> Canvas:
+    """By layer at step 0: skip path and whole Jacobian; similarity; gradient of the queries."""
+    panels = (
+        ("jacobian_to_end", "Jacobian norm, layer to end", True),
+        ("skip_gain", "the skip path alone", True),
+        ("similarity", "token similarity", False),
+        ("gradient/attn.q", "gradient norm of queries", True),
+    )
+    rows = [r for r in tables["layers"] if r["step"] == 0 and math.isclose(r["lr"], ledger.USUAL)]
+    recipes = [name for name in _recipes(rows) if "warmup" not in name]
+    canvas, grid = plt.subplots(2, 2, figsize=(WIDTH, 3.8), sharex=True)
+    for axes, (column, label, log) in zip(grid.flat, panels, strict=True):
+        for i, recipe in enumerate(recipes):
+            own = [row for row in rows if row["recipe"] == recipe]
+            _spread(axes, own, "layer", column, INK[i], DASHES[i], log)
+            if f"{column}_se" in own[0]:
+                _probe_error(axes, own, column, INK[i], MARKERS[i], len(recipes), i)
+        axes.set(title=label, yscale="log" if log else "linear")
+    canvas.supxlabel("layer (0 = bottom)", fontsize=8)
+    canvas.legend(handles=_handles(recipes), loc="outside upper center", ncols=4)
+    return canvas
+
+
+def draw_collapse(tables: Tables) -> Canvas:
+    """Along the first updates: what changes while post-norm stops learning."""
+    panels = (
+        ("jacobian_bottom", "Jacobian norm, $x_0$ to $x_L$", True),
+        ("similarity", "token similarity of $x_L$", False),
+        ("function_update", "change of $x_L$ by an update", True),
+        ("query_share", "queries' and keys' part of the gradient", True),
+    )
+    rows = [r for r in tables["probes"] if math.isclose(r["lr"], ledger.USUAL)]
+    recipes = [n for n in _recipes(rows) if "warmup" not in n]
+    canvas, grid = plt.subplots(2, 2, figsize=(WIDTH, 3.8), sharex=True)
+    for axes, (column, label, log) in zip(grid.flat, panels, strict=True):
+        for i, recipe in enumerate(recipes):
+            own = [row for row in rows if row["recipe"] == recipe and row[column] is not None]
+            _spread(axes, own, "step", column, INK[i], DASHES[i], log, MARKERS[i])
+        axes.set(title=label, yscale="log" if log else "linear")
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    canvas.supxlabel("update", fontsize=8)
+    canvas.legend(handles=_handles(recipes), loc="outside upper center", ncols=4)
+    return canvas
+
+
+def draw_depth(tables: Tables) -> Canvas:
+    """Over depth at step 0: a power of L in pre-norm, none in post-norm."""
+    panels = (
+        ("gradient_ratio", "stream gradient, bottom over top"),
+        ("top_gradient", "gradient norm of the last matrix"),
+    )
+    canvas, grid = plt.subplots(1, 2, figsize=(WIDTH, 2.3))
+    for axes, (column, label) in zip(grid.flat, panels, strict=True):
+        for i, name in enumerate(("pre", "post")):
+            own = [
+                row | {"layers": int(row["recipe"].split()[-2])}
+                for row in tables["probes"]
+                if row["recipe"].startswith(f"start: {name}, ")
+                and row["recipe"].endswith(" blocks")
+            ]
+            if own:
+                _spread(axes, own, "layers", column, INK[i], DASHES[i], True, MARKERS[i])
+        axes.set(xscale="log", yscale="log", title=label, xlabel="depth $L$ (blocks)")
+        ticks = sorted({row["layers"] for row in tables["runs"] if row["layers"]})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+    canvas.legend(handles=_handles(("pre", "post")), loc="outside upper center", ncols=2)
+    return canvas
+
+
+def draw_ablations(tables: Tables) -> Canvas:
+    """Last loss of each change alone at 1e-3, every seed a point, the best on top."""
+    rows = [
+        row
+        for row in tables["runs"]
+        if not row["recipe"].startswith("start: ") and not row["schedule"].startswith("inverse")
+        and (row["optimizer"] == "sgd" or math.isclose(row["lr"], ledger.USUAL))
+        and row["steps"] == tables["runs"][0]["steps"]
+    ]  # fmt: skip
+    groups = sorted(
+        frames.by(rows, "recipe"), key=lambda own: np.median([r["last_loss"] for r in own[1]])
+    )
+    canvas, axes = plt.subplots(figsize=(WIDTH, 0.7 + 0.16 * len(groups)))
+    for y, (_, own) in enumerate(groups):
+        for row in own:
+            axes.plot(
+                min(row["last_loss"], 6.0), y, "o", ms=4, mfc=COLOURS[row["outcome"]], mec="black",
+                mew=0.4,
+            )  # fmt: skip
+    h1 = tables["runs"][0]["h1"]
+    axes.axvline(h1, color="grey", lw=0.6)
+    axes.set_yticks(range(len(groups)), [name for name, _ in groups])
+    axes.set(ylim=(len(groups) - 0.5, -0.5), xlabel="last training loss (nats); line: $H_1$")
+    found = [word for word in ORDER if any(row["outcome"] == word for row in rows)]
+    points = [
+        Line2D([], [], ls="", marker="o", ms=4, mfc=COLOURS[w], mec="black", mew=0.4, label=w)
+        for w in found
+    ]
+    canvas.legend(handles=points, loc="outside upper center", ncols=len(found))
+    return canvas
+
+
+def draw_leads(tables: Tables) -> Canvas:
+    """How well each quantity tells runs that will fail from runs that will train, by step."""
+    canvas, axes = plt.subplots(figsize=(WIDTH, 2.8))
+    rows = sorted(tables["leads"], key=lambda row: -row["at_start"])
+    for i, row in enumerate(rows):
+        pairs = [part.split(":") for part in row["areas"].split()]
+        axes.plot(
+            [int(step) for step, _ in pairs], [float(own) for _, own in pairs],
+            c=INK[i % len(INK)], ls=DASHES[i % len(DASHES)],
+            marker=MARKERS[(i + i // len(INK)) % len(MARKERS)], ms=3.5,
+            mfc="white" if i >= len(INK) else INK[i], label=row["what"],
+        )  # fmt: skip
+    axes.axhline(ledger.TELLS, color="grey", lw=0.6, ls=":")
+    axes.axvline(rows[0]["failure"], color="grey", lw=0.6)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set(xlabel="update", ylabel="probability of telling\na run that fails", ylim=(-0.02, 1.02))
+    axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    canvas.legend(loc="outside lower center", ncols=2)
+    return canvas
+
+
+PICTURES = (
+    Picture("grid", ("runs", "curves"), draw_grid),
+    Picture("loss", ("runs", "curves"), draw_loss),
+    Picture("start", ("layers",), draw_start),
+    Picture("depth", ("runs", "probes"), draw_depth),
+    Picture("collapse", ("probes", "curves"), draw_collapse),
+    Picture("ablations", ("runs",), draw_ablations),
+    Picture("leads", ("leads",), draw_leads),
+)
+
+
+# -------------------------------------------------------------------------------------- pieces
+
+
+def _xy(rows: Table, x: str, y: str) -> tuple[list, list]:
+    return [row[x] for row in rows], [row[y] for row in rows]
+
+
+def _handles(names: Sequence[str]) -> list[Any]:
+    return [
+        Line2D([], [], c=INK[i], ls=DASHES[i], marker=MARKERS[i], ms=3.5, lw=1.2, label=name)
+        for i, name in enumerate(names)
+    ]
+
+
+def _spread(
+    axes: Any, rows: Table, x: str, y: str, colour: str, dash: Any, log: bool, marker: str = ""
+) -> None:
+    """Every seed as a thin line, their mean as a thick one: geometric on a logarithmic axis."""
+    for _, own in frames.by(rows, "seed"):
+        axes.plot(*_xy(own, x, y), c=colour, lw=0.4, alpha=0.5)
+    places = sorted({row[x] for row in rows})
+    means = []
+    for place in places:
+        values = np.array([row[y] for row in rows if row[x] == place], float)
+        if log:
+            positive = values[values > 0]
+            means.append(np.exp(np.mean(np.log(positive))) if len(positive) else np.nan)
+        else:
+            means.append(np.mean(values))
+    axes.plot(places, means, c=colour, ls=dash, lw=1.3, marker=marker, ms=3.5)
+
+
+def _probe_error(
+    axes: Any, rows: Table, column: str, colour: str, marker: str, of: int, i: int
+) -> None:
+    """Two standard errors of the first seed's estimate, at a few layers; not the spread."""
+    seed = min(row["seed"] for row in rows)
+    own = [row for row in rows if row["seed"] == seed][2 * i :: 12]
+    low = [min(2 * row[f"{column}_se"], 0.99 * row[column]) for row in own]
+    high = [2 * row[f"{column}_se"] for row in own]
+    axes.errorbar(
+        *_xy(own, "layer", column), yerr=(low, high), fmt=marker, c=colour, ms=3, elinewidth=1,
+        capsize=2,
+    )  # fmt: skip
+
+
+def _recipes(rows: Table) -> list[str]:
+    """Those of the grid, in its order."""
+    present = {row["recipe"] for row in rows}
+    return [name for name in ledger.RECIPES if name in present]
