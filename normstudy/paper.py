@@ -1,4 +1,4 @@
-"""Tables -> the paper: figures, values.tex, claims.tex, then the PDF by latexmk. No jax here.
+"""Tables -> the paper: figures, macros.tex, claims.tex, then the PDF by latexmk. No jax here.
 
 In the text \\val{NAME} is a number of numbers.csv, \\ci{NAME} the same with its interval,
 \\verdict{C6} and \\measured{C6} are columns of claims.csv. A name that is not there ends the build;
@@ -52,28 +52,31 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def build(source: Path, data: Path, out: Path, draft: bool = False, pdf: bool = True) -> Path:
-    """OUT/main.pdf (or main.tex) from SOURCE/main.tex and the tables in DATA.
+def build(folder: Path, data: Path, out: Path, draft: bool = False, pdf: bool = True) -> Path:
+    """OUT/main.pdf (or main.tex) from FOLDER/main.tex and the tables in DATA.
 
     draft: what has no data is a box that says so. pdf: False leaves out LaTeX. Raises UserError for
     a table or a number that is missing (names it), where latexmk is not installed (names Debian's
     packages), and where the text does not compile (quotes the log).
     """
-    text = source / "main.tex"
+    text = folder / "main.tex"
     if not text.exists():
-        raise UserError(f"{text} does not exist: {source} is no folder of a paper")
+        raise UserError(f"{text} does not exist: {folder} is no folder of a paper")
     tables = {name: _read(data, name, draft) for name in TABLES}
     out.mkdir(parents=True, exist_ok=True)
     values = list(_values(tables))
     if not draft:
         _check(text.read_text(encoding="utf-8"), {(kind, name) for kind, name, _ in values}, data)
-    lines = [r"\setval{%s}{%s}{%s}" % own for own in values]  # noqa: UP031
+    source = {row["name"]: f" % {row['source']}" for row in tables["numbers"]}
+    lines = [
+        rf"\setval{{{kind}}}{{{name}}}{{{own}}}{source.get(name, '')}" for kind, name, own in values
+    ]
     mark = WATERMARK if _preset(tables["study"]) == SMOKE else ""
-    (out / "values.tex").write_text("\n".join([HEAD + MISSING[draft], mark, *lines, ""]))
+    (out / "macros.tex").write_text("\n".join([HEAD + MISSING[draft], mark, *lines, ""]))
     (out / "claims.tex").write_text(_claims(tables["claims"]), encoding="utf-8")
     if any(tables.values()):
         paper_figures.draw_all(data, out / "figures")
-    for path in source.glob("*.*"):
+    for path in folder.glob("*.*"):
         shutil.copyfile(path, out / path.name)
     return _compile(out) if pdf else out / text.name
 
