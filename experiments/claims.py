@@ -30,6 +30,7 @@ Parts
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -97,25 +98,37 @@ INITS: dict[str, Changes] = {
 SMALL = {"embed_std": 0.02, "embed_multiplier": 1.0}  # N(0, 0.02) without the factor sqrt(D)
 EMBEDDINGS: dict[str, Changes] = {"unit embedding": {}, "embedding 0.02": SMALL}
 
-# a skip path that loses what post-norm's does, and no norm on it. Not in the table: nobody uses it
+# rows that only this experiment has: nobody trains them for their own sake
 DAMPED = "pre-damped"
-DAMPED_ROW = Placement(
-    lambda x, f, n, c: c.alpha * x + f(n.pre(x)),
-    ("pre",),
-    True,
-    lambda layers: theory.Constants(alpha=2**-0.5),
-    "ablation: pre-norm with the factor 1/sqrt(2) of KEEL (Chen & Wei 2026), equation 14",
-)
+POST = placements.row("post")
+ROWS = {
+    # a skip path that loses what post-norm's does, and no norm on it
+    DAMPED: Placement(
+        lambda x, f, n, c: c.alpha * x + f(n.pre(x)),
+        ("pre",),
+        True,
+        lambda layers: theory.Constants(alpha=2**-0.5),
+        "ablation: pre-norm with the factor 1/sqrt(2) of KEEL (Chen & Wei 2026), equation 14",
+    ),
+    # the two matrices of 1/sqrt(2L), one at a time: which branch it is that must be small
+    "post-small-attention": dataclasses.replace(
+        POST, init=lambda layers: {"o": theory.depth_scale(layers)}, source="ablation"
+    ),
+    "post-small-mlp": dataclasses.replace(
+        POST, init=lambda layers: {"down": theory.depth_scale(layers)}, source="ablation"
+    ),
+}
 
 
 @contextlib.contextmanager
 def with_ablations() -> Iterator[None]:
-    """The placements table with the row that only this experiment has."""
-    PLACEMENTS[DAMPED] = DAMPED_ROW
+    """The placements table with the rows that only this experiment has."""
+    PLACEMENTS.update(ROWS)
     try:
         yield
     finally:
-        del PLACEMENTS[DAMPED]
+        for name in ROWS:
+            del PLACEMENTS[name]
 
 
 @dataclass(frozen=True)
@@ -161,6 +174,10 @@ def ablations(base: config.Run) -> dict[str, Changes]:
         # pre-norm without its identity path
         "pre, skip x 1/sqrt(2)": RECIPES["pre"] | {"placement": DAMPED},
         "pre, skip x 1/sqrt(2), warmup": {"placement": DAMPED, "warmup": warmup},
+        # attention mixes positions, the MLP does not: rank collapse apart from the skip path. Added
+        # after the first seed of the others was read, which could not tell the two apart
+        "post, o x 1/sqrt(2L)": post | {"placement": "post-small-attention"},
+        "post, down x 1/sqrt(2L)": post | {"placement": "post-small-mlp"},
     }
 
 
@@ -306,6 +323,7 @@ def about(options: Options, command: str) -> Table:
     """What the runs were made by and with: {what, value}."""
     identity = record.read_identity(options.out / record.CONFIG, KIND)
     found = {"preset": options.preset, "command": command, "code": identity["code"]}
+    found["commit"] = identity["code"][:10]
     found |= {f"version of {name}": own for name, own in identity["versions"].items()}
     for section in identity["config"].values():
         found |= section if isinstance(section, dict) else {}

@@ -94,6 +94,18 @@ class Case:
         value, low, high = (float(np.exp(middle + d)) for d in (0.0, -half, half))
         return self.note(name, _text(value), value, low, high, n, source)
 
+    def root(self, name: str, squares: Sequence[float], source: str) -> Number:
+        """Root of a mean over seeds, and its interval; an estimate of 0 may come out below it."""
+        n, middle = len(squares), float(np.mean(squares))
+        half = math.nan
+        if n > 1:
+            half = float(stats.t.ppf(0.975, n - 1) * np.std(squares, ddof=1) / math.sqrt(n))
+        value, low, high = (
+            math.nan if math.isnan(square) else math.sqrt(max(square, 0.0))
+            for square in (middle, middle - half, middle + half)
+        )
+        return self.note(name, _text(value), value, low, high, n, source)
+
     def count(self, name: str, rows: Table, words: Sequence[str], source: str) -> Number:
         """k of n seeds, and the interval of the share."""
         n, k = len(rows), sum(row["outcome"] in words for row in rows)
@@ -382,22 +394,19 @@ def c14(case: Case) -> Ruling:
         if not rows:
             return OPEN, "not run", 0
         width = case.of(recipe, USUAL)[0]["width"]
-        distance = [
-            math.sqrt(max(r["minus_identity"] ** 2 - 2 / width, 0.0) / (1 - 2 / width))
-            for r in rows
-        ]
+        away = [(r["minus_identity"] ** 2 - 2 / width) / (1 - 2 / width) for r in rows]
         where = f"probes.csv: {recipe}, {USUAL:g}, step 0"
         cosine = case.mean(f"block cosine {recipe}", [r["cosine_to_next"] for r in rows], where)
-        away = case.mean(f"block distance {recipe}", distance, where)
+        distance = case.root(f"block distance {recipe}", away, where)
         whole = case.mean(
             f"stack cosine {recipe}", [abs(r["cosine_to_start"]) for r in rows], where
         )
         told.append(
             f"{recipe}: least cosine of a block {_around(cosine)}, distance to the projector "
-            f"{_around(away)}, cosine of x_0 and x_L {_around(whole)}"
+            f"{_around(distance)}, cosine of x_0 and x_L {_around(whole)}"
         )
         if recipe in fixes:
-            holds.append(cosine.value > CLOSE["cosine"] and away.value < CLOSE["distance"])
+            holds.append(cosine.value > CLOSE["cosine"] and distance.value < CLOSE["distance"])
         n = cosine.n
     if all(holds):
         return SUPPORTED, "; ".join(told), n
@@ -632,6 +641,7 @@ def _of_all(case: Case) -> list[Number]:
     for name in ("seed", "recipe"):
         found = len({row[name] for row in trained})
         case.note(f"{name}s", f"{found}", found, source=where)
+    case.note("claims", f"{sum(name.startswith('C') for name in CLAIMS)}", source="ledger.py")
     if case.runs:
         case.note("H1", f"{case.runs[0]['h1']:.2f}", case.runs[0]["h1"], source=where)
     return case.numbers
@@ -667,6 +677,8 @@ def _words(rows: Table) -> str:
 
 
 def _text(value: float) -> str:
+    if 0.95 < value < 1.05:  # how far from 1 is what one wants to see
+        return f"{value:.3f}"
     return f"{value:.2g}" if value < 100 else f"{value:.0f}" if value < 1e5 else f"{value:.1e}"
 
 

@@ -1,8 +1,9 @@
-"""Tables -> the paper: figures, macros.tex, claims.tex, then the PDF by latexmk. No jax here.
+"""Tables -> the paper: figures, macros.tex, then the PDF by latexmk. No jax here.
 
 In the text \\val{NAME} is a number of numbers.csv, \\ci{NAME} the same with its interval,
-\\verdict{C6} and \\measured{C6} are columns of claims.csv. A name that is not there ends the build;
-with draft it is a box that says "no data". Data of the smoke preset are marked on every page.
+\\verdict{C6} and \\measured{C6} are columns of claims.csv, \\claimrows all of it, \\study{WHAT} is a
+row of study.csv. A name that is not there ends the build; with draft it is a box that says "no
+data". Data of the smoke preset are marked on every page.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ HEAD = r"""% written by `normstudy paper` from the tables; not to be edited
 \newcommand{\study}[1]{\getval{study}{#1}}
 """
 MISSING = {
-    True: r"\newcommand{\missing}[1]{\fbox{no data: #1}}",
-    False: r"\newcommand{\missing}[1]{\errmessage{no data for #1}}",
+    True: r"\newcommand{\missing}[1]{\fbox{no data: \detokenize{#1}}}",
+    False: r"\newcommand{\missing}[1]{\errmessage{no data for \detokenize{#1}}}",
 }
 WATERMARK = (
     r"\AddToHook{shipout/background}{\put(40,-40)"
@@ -71,9 +72,9 @@ def build(folder: Path, data: Path, out: Path, draft: bool = False, pdf: bool = 
     lines = [
         rf"\setval{{{kind}}}{{{name}}}{{{own}}}{source.get(name, '')}" for kind, name, own in values
     ]
+    rows = f"\\newcommand{{\\claimrows}}{{%\n{_claims(tables['claims'])}}}\n"
     mark = WATERMARK if _preset(tables["study"]) == SMOKE else ""
-    (out / "macros.tex").write_text("\n".join([HEAD + MISSING[draft], mark, *lines, ""]))
-    (out / "claims.tex").write_text(_claims(tables["claims"]), encoding="utf-8")
+    (out / "macros.tex").write_text("\n".join([HEAD + MISSING[draft], mark, *lines, rows]))
     if any(tables.values()):
         paper_figures.draw_all(data, out / "figures")
     for path in folder.glob("*.*"):
