@@ -39,7 +39,7 @@ def guarded(main: Callable[[Sequence[str]], None]) -> None:
 class Study:
     """What to run, and where to."""
 
-    arms: str = "all"  # names from the table above, with commas between them
+    arms: str = "all"  # names from the table above, with commas between them, or semicolons
     seeds: int = 1  # runs of each arm, at seed, seed + 1, ...
     together: int = 1  # runs that train as one program, of those that share their shapes
     shard: str = "1/1"  # i/n: the i-th of n parts of the runs; other machines take the rest
@@ -127,7 +127,8 @@ def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) ->
     Raises UserError for an unknown one (lists the valid ones), or when an option was given that
     every chosen arm sets by itself, so that it would do nothing.
     """
-    names = list(arms) if study.arms == "all" else [n.strip() for n in study.arms.split(",")]
+    between = ";" if ";" in study.arms else ","  # some names have a comma in them
+    names = list(arms) if study.arms == "all" else [n.strip() for n in study.arms.split(between)]
     chosen = [choose("arm", name, arms) for name in names]
     preset = config.PRESETS[study.preset or "cpu"]
     for name in config.differences(preset, base):

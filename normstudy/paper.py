@@ -1,7 +1,7 @@
 """Tables -> the paper: figures, macros.tex, then the PDF by latexmk. No jax here.
 
 In the text \\val{NAME} is a number of numbers.csv, \\ci{NAME} the same with its interval,
-\\verdict{C6} and \\measured{C6} are columns of claims.csv, \\claimrows all of it, \\study{WHAT} is a
+\\verdict{C6} and \\measured{C6} are columns of claims.csv, \\claimrows all of it, \\study{WHAT} a
 row of study.csv. A name that is not there ends the build; with draft it is a box that says "no
 data". Data of the smoke preset are marked on every page.
 """
