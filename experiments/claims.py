@@ -8,6 +8,7 @@ Command   python experiments/claims.py --preset cpu --seeds 5
           ... --shard 2/4 --out runs/claims2      a part of it on another machine; put the folders
                                                   arms/* into one --out, then once more without
           ... --parts grid,ablations              a part of the questions
+          ... --seed 3 --seeds 2 --add --tables paper/data    two seeds more, to tables of others
 Time      on two CPU cores, a seed: 30 minutes without `long` (minutes_of_steps in summary.json, of
           one core), 20 more with it; what is finished is skipped
 Expect    paper/data/*.csv (--tables): runs, probes and layers from the logs, checks, and from these
@@ -33,7 +34,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ from normstudy import (
     theory,
     wiring,
 )
-from normstudy.errors import choose
+from normstudy.errors import UserError, choose
 from normstudy.frames import Table
 from normstudy.placements import PLACEMENTS, Placement
 from normstudy.progress import say
@@ -137,6 +138,7 @@ class Options(cli.Study):
 
     parts: str = ",".join(name for name in PARTS if name != "long")  # of the questions
     tables: Path | None = None  # folder of the CSV; default: OUT/tables
+    add: bool = False  # to the CSV that are there, in place of them
     out: Path = Path("runs/claims")
 
     @property
@@ -244,10 +246,10 @@ def _arm(changes: Changes):
 # ------------------------------------------------------------------- what needs no training
 
 
-def checks(base: config.Run, seeds: int) -> Table:
+def checks(base: config.Run, seeds: Iterable[int]) -> Table:
     """What C1, C3 and C15 ask: {claim, check, seed, value, says}."""
     found = list(_one_line(base))
-    found += [_norm_jacobian(seed) for seed in range(base.seed, base.seed + seeds)]
+    found += [_norm_jacobian(seed) for seed in seeds]
     return [*found, *_gpt2()]
 
 
@@ -283,7 +285,8 @@ def _one_line(base: config.Run) -> Iterator[Changes]:
 def _norm_jacobian(seed: int, width: int = 32) -> Changes:
     """Largest relative distance of a LayerNorm's singular values from 1/sigma, float64, eps 0."""
     with jax.enable_x64(True):
-        x = jax.random.normal(jax.random.key(seed), (width,), jnp.float64) * 10.0**seed
+        # activations from 0.01 to 100, by turns
+        x = jax.random.normal(jax.random.key(seed), (width,), jnp.float64) * 10.0 ** (seed % 5 - 2)
         y = lambda x: norms.layer_norm(x, 0.0)[0]
         values = np.linalg.svd(np.asarray(jax.jacrev(y)(x)), compute_uv=False)
         sigma = float(np.std(np.asarray(x)))
@@ -319,16 +322,30 @@ def _gpt2() -> Iterator[Changes]:
     yield _row("C15", "a norm before GPT-2's readout", float(hasattr(model.transformer, "ln_f")))
 
 
-def about(options: Options, command: str) -> Table:
-    """What the runs were made by and with: {what, value}."""
+def about(options: Options, command: str, seeds: int, before: Table) -> Table:
+    """What the runs were made by and with: {what, value}. before: the same of the tables that are
+    added to. Raises UserError where these are of another study."""
     identity = record.read_identity(options.out / record.CONFIG, KIND)
     found = {"preset": options.preset, "command": command, "code": identity["code"]}
     found["commit"] = identity["code"][:10]
     found |= {f"version of {name}": own for name, own in identity["versions"].items()}
+    made_by = set(found) - {"preset"}
     for section in identity["config"].values():
         found |= section if isinstance(section, dict) else {}
-    found |= {"seeds": options.seeds, "steps": identity["config"]["steps"]}
-    return [{"what": name, "value": str(own)} for name, own in found.items()]
+    found |= {"steps": identity["config"]["steps"]}
+    told = {name: str(own) for name, own in found.items()}
+    for row in before:
+        name, old = row["what"], row["value"] or ""
+        if name in made_by:  # all of them, each once
+            told[name] = "; ".join(dict.fromkeys([*old.split("; "), told[name]]))
+        elif old != told.get(name, old):
+            raise UserError(
+                f"{options.tables} is of another study: {name} {old} there, {told[name]} here; "
+                "--tables for a folder of its own"
+            )
+    return [{"what": name, "value": own} for name, own in told.items()] + [
+        {"what": "seeds", "value": str(seeds)}
+    ]
 
 
 # ------------------------------------------------------------------------------------ the run
@@ -349,9 +366,17 @@ def main(argv: Sequence[str]) -> None:
     folder = options.tables or options.out / evidence.FOLDER
     plain = [f"{name} lr {USUAL:g}" for name in RECIPES if not RECIPES[name].get("warmup", 1)]
     made = evidence.of(frames.load(options.out), options.out, curves=RECIPES, layers=plain)
-    made["checks"] = checks(base, options.seeds)
     how = cli.command_line("experiments/claims.py", options, argv)
-    made["study"] = about(options, how)
+    known = options.add and (folder / "study.csv").exists()
+    before: dict[str, Table] = {"study": [], "checks": []}
+    if known:
+        made = evidence.with_others(made, folder)
+        before = {name: evidence.read(folder, name) for name in before}
+    seeds = sorted({row["seed"] for row in made["runs"]})
+    made["study"] = about(options, how, len(seeds), before["study"])
+    made["checks"] = checks(base, seeds)
+    here = {row["claim"] for row in made["checks"]}
+    made["checks"] += [row for row in before["checks"] if row["claim"] not in here]
     evidence.write(folder, made)
     verdicts = ledger.write(folder, RAMP)
     study.sum_up(options.out, "The ledger of claims", how, draw=False)

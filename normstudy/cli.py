@@ -128,7 +128,8 @@ def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) ->
     every chosen arm sets by itself, so that it would do nothing.
     """
     between = ";" if ";" in study.arms else ","  # some names have a comma in them
-    names = list(arms) if study.arms == "all" else [n.strip() for n in study.arms.split(between)]
+    names = [study.arms] if study.arms in arms else study.arms.split(between)
+    names = list(arms) if study.arms == "all" else [name.strip() for name in names]
     chosen = [choose("arm", name, arms) for name in names]
     preset = config.PRESETS[study.preset or "cpu"]
     for name in config.differences(preset, base):

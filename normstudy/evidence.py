@@ -25,6 +25,13 @@ FOLDER = "tables"  # of a study, where they lie
 Probe = dict[str, Any]
 STEPS = (0, 50)  # at which layers are kept
 EVERY = 10  # updates between two points of a curve
+# columns of whole numbers; the others have floats or words
+WHOLE = {
+    "seed", "layers", "width", "warmup", "steps", "at_step", "step", "layer", "n", "runs", "failed",
+    "leads_from",
+}  # fmt: skip
+# columns that are printed as they are, whatever they look like: 0.50, or a commit of digits alone
+TEXTS = {"numbers": ("name", "text"), "study": ("what", "value")}
 LAYERS = (
     "stream_gradient", "jacobian_to_end", "jacobian_to_end_se", "skip_gain", "similarity",
     "gradient/attn.q", "gradient/mlp.down",
@@ -51,6 +58,23 @@ def of(
     }
 
 
+def with_others(tables: dict[str, Table], folder: Path) -> dict[str, Table]:
+    """The tables, and beside them FOLDER's rows of other runs: arm by arm, seeds in their order."""
+    new = {_run_of(row) for row in tables["runs"]}
+    found = {}
+    for name, rows in tables.items():
+        old = read(folder, name) if (folder / f"{name}.csv").exists() else []
+        both = [row for row in old if _run_of(row) not in new] + rows
+        arms = {_run_of(row)[:2]: None for row in both}
+        order = {arm: i for i, arm in enumerate(arms)}
+        found[name] = sorted(both, key=lambda row: (order[_run_of(row)[:2]], row["seed"]))
+    return found
+
+
+def _run_of(row: dict[str, Any]) -> tuple[str, float, int]:
+    return row["recipe"], row["lr"], row["seed"]
+
+
 def recipe(logs: Logs) -> str:
     """The name of an arm without its learning rate."""
     return logs.name.rpartition(" lr ")[0] or logs.name
@@ -68,23 +92,29 @@ def write(folder: Path, tables: dict[str, Table]) -> None:
 
 
 def read(folder: Path, name: str) -> Table:
-    """FOLDER/NAME.csv, numbers as numbers, nothing as None. Raises UserError where it is not."""
+    """FOLDER/NAME.csv: numbers as numbers, nothing as None, columns of TEXTS as they are. Raises
+    UserError where it is not."""
     path = folder / f"{name}.csv"
     if not path.exists():
         raise UserError(f"{path} does not exist: experiments/claims.py writes it")
+    texts = TEXTS.get(name, ())
     with path.open(encoding="utf-8", newline="") as file:
-        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+        return [
+            {
+                column: text if column in texts else _value(column, text)
+                for column, text in row.items()
+            }
+            for row in csv.DictReader(file)
+        ]
 
 
-def _value(text: str) -> Any:
+def _value(column: str, text: str) -> Any:
     if not text:
         return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return int(text) if column in WHOLE else float(text)
+    except ValueError:
+        return text
 
 
 def _key(logs: Logs) -> dict[str, Any]:
@@ -121,7 +151,7 @@ def _mean(prefix: str) -> Callable[[Probe], float | None]:
 
 def _geometric(values: Any) -> float:
     values = np.asarray(values, float)
-    return float(np.exp(np.mean(np.log(values)))) if (values > 0).all() else 0.0
+    return 0.0 if (values <= 0).any() else float(np.exp(np.mean(np.log(values))))
 
 
 def _largest(prefix: str) -> Callable[[Probe], float | None]:

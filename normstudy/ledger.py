@@ -84,8 +84,8 @@ class Case:
         rows = [r for r in self.probes if r["recipe"] == recipe and _same(r["lr"], lr)]
         return [row for row in rows if step is None or row["step"] == step]
 
-    def mean(self, name: str, values: Iterable[float], source: str) -> Number:
-        """Geometric mean over seeds, and its interval."""
+    def mean(self, name: str, values: Iterable[float | None], source: str) -> Number:
+        """Geometric mean over the seeds whose value is positive, and its interval."""
         logs = np.log(np.array([v for v in values if v is not None and v > 0], float))
         n, middle = len(logs), float(np.mean(logs)) if len(logs) else math.nan
         half = math.nan
@@ -112,6 +112,10 @@ class Case:
         low = float(stats.beta.ppf(0.025, k, n - k + 1)) if k else 0.0
         high = float(stats.beta.ppf(0.975, k + 1, n - k)) if k < n else 1.0
         return self.note(name, f"{k} of {n}", k / n if n else math.nan, low, high, n, source)
+
+    def tally(self, name: str, value: int | float, source: str, n: int = 0) -> Number:
+        """A whole number."""
+        return self.note(name, f"{value:.0f}", float(value), n=n, source=source)
 
     def note(
         self, name: str, text: str, value: float = math.nan, low: float = math.nan,
@@ -142,11 +146,13 @@ Ruling = tuple[str, str, int]  # verdict, what was measured, n
 def c1(case: Case) -> Ruling:
     """Against: any parameter that is no norm differs, or the wiring is not the equation's."""
     found = {row["check"]: row for row in case.checks if row["claim"] == "C1"}
+    if not found:
+        return OPEN, "not checked", 0
     wrong = sum(row["value"] for name, row in found.items() if name.startswith("wiring"))
     other = found["parameters that differ, norms aside"]["value"]
     final = found["a final norm beside pre-norm alone"]["value"]
     lines = found["equations that differ"]
-    case.note("wiring findings", f"{wrong:.0f}", wrong, source="checks.csv: C1")
+    case.tally("wiring findings", wrong, "checks.csv: C1")
     measured = (
         f"equations {lines['says']}; wiring read back from outside: {wrong:.0f} deviations; "
         f"{other:.0f} other parameters differ"
@@ -183,6 +189,8 @@ def c2(case: Case) -> Ruling:
 def c3(case: Case) -> Ruling:
     """Against: nothing, it is an identity; a deviation would be a defect of the package."""
     off = [row["value"] for row in case.checks if row["claim"] == "C3"]
+    if not off:
+        return OPEN, "not checked", 0
     case.note("norm identity", f"{max(off):.1g}", max(off), n=len(off), source="checks.csv: C3")
     measured = f"singular values of the norm's Jacobian are 1/sigma to {max(off):.1g} (float64)"
     return (SUPPORTED if max(off) < EXACT else NOT), measured, len(off)
@@ -207,8 +215,8 @@ def c4(case: Case) -> Ruling:
         apart = ratio.low > FACTOR or ratio.high < 1 / FACTOR
         (outside if apart else inside).append(what)
     measured = "stream gradient bottom/top at step 0: " + "; ".join(told)
-    if not told:
-        return OPEN, "not run", 0
+    if n < 2:
+        return OPEN, measured if told else "not run", n
     if not inside:
         return SUPPORTED, measured, n
     if outside:
@@ -230,6 +238,8 @@ def c5(case: Case) -> Ruling:
         told.append(f"{law}: branch share {_around(share)}, norm factor {_around(factor)}")
         holds.append(share.low > SHARE and factor.high < 1)
         n = share.n
+    if n < 2:
+        return OPEN, "; ".join(told), n
     if all(holds):
         return SUPPORTED, "; ".join(told), n
     return (f"{ONLY_IF}init is not the other law" if any(holds) else NOT), "; ".join(told), n
@@ -244,7 +254,7 @@ def c6(case: Case) -> Ruling:
     tally = {word: case.count(f"post {word}", rows, (word,), "runs.csv: post") for word in FAILS}
     died = [row["at_step"] for row in rows if row["outcome"] in FAILS]
     latest = max(died, default=0)
-    case.note("post latest death", f"{latest}", latest, n=len(died), source="runs.csv: post")
+    case.tally("post latest death", latest, "runs.csv: post", n=len(died))
     words = ", ".join(f"{own.text} {word}" for word, own in tally.items() if own.value)
     measured = f"at {case.rate:g}: {words or 'none failed'}, the last from step {latest}"
     usual = case.of("post", USUAL)
@@ -283,6 +293,8 @@ def c7(case: Case) -> Ruling:
         own = case.mean(f"first miss {name}", miss, where)
         told.append(f"loss change off its first-order value by {_around(own)} of it in {name}")
     measured = "first update: " + "; ".join(told)
+    if n < 2:
+        return OPEN, measured, n
     if ratios["sigma"].low > 1:
         return SUPPORTED, measured, n
     if ratios["x_L"].low > 1:
@@ -294,26 +306,26 @@ def c8(case: Case) -> Ruling:
     """Against: pre-norm bears no more than post-norm; or bears it also with a damped skip path."""
     depths = {row["layers"] for row in case.ramp}
     layers = 48 if 48 in depths else max(depths, default=0)
-    rates = {
+    rates: dict[str, list[float | None]] = {
         name: [r["max_stable_lr"] for r in case.ramp
                if r["placement"] == name and r["layers"] == layers]
         for name in ("pre", "post")
     }  # fmt: skip
     where = f"max_lr.csv: {layers} blocks"
-    pre = case.mean("ramp pre", [r for r in rates["pre"] if r], where)
-    never = sum(r is None for r in rates["post"])
-    case.note("ramp post never", f"{never} of {len(rates['post'])}", never, source=where)
+    pre = case.mean("ramp pre", rates["pre"], where)
+    never = rates["post"].count(None)
+    case.note("ramp post never", f"{never} of {len(rates['post'])}", float(never), source=where)
     damped, whole = (case.of(name, USUAL) for name in ("pre, skip x 1/sqrt(2)", "pre"))
     told = f"ramp at {layers} blocks: pre-norm to {_around(pre)}, post-norm trains at no rate in "
     told += (
         f"{never} of {len(rates['post'])}; at {USUAL:g} pre-norm {_words(whole)}, with its skip "
     )
     told += f"path damped by 1/sqrt(2) a sublayer {_words(damped)}"
-    if not damped or not rates["pre"] or not _all_train(whole):
+    if not damped or not rates["pre"] or not rates["post"] or not _all_train(whole):
         return OPEN, told, len(damped)
     case.count("damped trains", damped, TRAINS, f"runs.csv: pre, skip x 1/sqrt(2), {USUAL:g}")
-    best = [r for r in rates["post"] if r]
-    if best and max(best) >= min(r for r in rates["pre"] if r):
+    # a rate of None: it trained at none
+    if max(r or 0.0 for r in rates["post"]) >= min(r or 0.0 for r in rates["pre"]):
         return NOT, told, len(damped)
     if _all_train(damped):
         return f"{ONLY_IF}the identity path is left out as the cause", told, len(damped)
@@ -390,10 +402,10 @@ def c14(case: Case) -> Ruling:
     told, holds, n = [], [], 0
     fixes = ("post+1/sqrt(2L)", "deepnet")
     for recipe in ("post", *fixes):
-        rows = case.probed(recipe, USUAL, 0)
-        if not rows:
+        rows, runs = case.probed(recipe, USUAL, 0), case.of(recipe, USUAL)
+        if not rows or not runs:
             return OPEN, "not run", 0
-        width = case.of(recipe, USUAL)[0]["width"]
+        width = runs[0]["width"]
         away = [(r["minus_identity"] ** 2 - 2 / width) / (1 - 2 / width) for r in rows]
         where = f"probes.csv: {recipe}, {USUAL:g}, step 0"
         cosine = case.mean(f"block cosine {recipe}", [r["cosine_to_next"] for r in rows], where)
@@ -406,8 +418,9 @@ def c14(case: Case) -> Ruling:
             f"{_around(distance)}, cosine of x_0 and x_L {_around(whole)}"
         )
         if recipe in fixes:
-            holds.append(cosine.value > CLOSE["cosine"] and distance.value < CLOSE["distance"])
-        n = cosine.n
+            least = min(r["cosine_to_next"] for r in rows)
+            holds.append(least > CLOSE["cosine"] and distance.value < CLOSE["distance"])
+        n = len(rows)
     if all(holds):
         return SUPPORTED, "; ".join(told), n
     one = "1/sqrt(2L)" if holds[0] else "DeepNet"
@@ -488,24 +501,25 @@ def m1(case: Case) -> Ruling:
     table = leads(case)
     if not table:
         return OPEN, "no runs that fail beside runs that train", 0
-    n = table[0]["runs"]
+    widest = max(table, key=lambda row: row["runs"])  # curvature is followed in a few runs alone
+    n, failure = widest["runs"], widest["failure"]
     where = "probes.csv and runs.csv: 1e-3, Adam, no warmup"
-    case.note("told apart", f"{n}", n, source=where)
-    case.note("failed of these", f"{table[0]['failed']}", table[0]["failed"], source=where)
-    case.note("failure step", f"{table[0]['failure']:.0f}", table[0]["failure"], source=where)
+    case.tally("told apart", n, where)
+    case.tally("failed of these", widest["failed"], where)
+    case.tally("failure step", failure, where)
     for recipe, rows in frames.by(_ablations(case), "recipe"):
         case.count(f"alone: {recipe}", rows, TRAINS, f"runs.csv: {recipe}")
     for row in table:
         case.note(
             f"tells {row['quantity']}", f"{row['at_start']:.2f}", row["at_start"], row["low"],
-            row["high"], n, "leads.csv: step 0",
+            row["high"], row["runs"], "leads.csv: step 0",
         )  # fmt: skip
         if row["leads_from"] is not None:
-            name = f"lead {row['quantity']}"
-            case.note(name, f"{row['lead']:.0f}", row["lead"], n=n, source="leads.csv")
+            case.tally(f"lead {row['quantity']}", row["lead"], "leads.csv", n=row["runs"])
     leading = [row for row in table if row["leads_from"] is not None]
     told = "; ".join(
         f"{row['what']}: {row['at_start']:.2f} at step 0"
+        + (f" ({row['runs']} runs)" if row["runs"] < n else "")
         + (f", from step {row['leads_from']} on" if row["leads_from"] is not None else ", no lead")
         for row in table
     )
@@ -514,8 +528,7 @@ def m1(case: Case) -> Ruling:
         return NOT, measured, n
     first = min(row["leads_from"] for row in leading)
     names = [row["what"] for row in leading if row["leads_from"] == first]
-    lead = leading[0]["failure"] - first
-    by = f"by {lead:.0f} updates"
+    by = f"by {failure - first:.0f} updates"
     if len(names) == 1:
         return f"{names[0]} leads, {by}", measured, n
     return f"no single one: {', '.join(names)} lead together, {by}", measured, n
@@ -558,10 +571,11 @@ def leads(case: Case) -> Table:
         after = [step for step in areas if not below or step > max(below)]
         start = min(areas)
         low, high = _bootstrap(at[start], failed, fine)
+        probed = {key for values in at.values() for key in values}
         found.append(
             {
-                "quantity": column, "what": what, "runs": len(failed | fine),
-                "failed": len(failed), "failure": failure, "at_start": areas[start],
+                "quantity": column, "what": what, "runs": len(probed),
+                "failed": len(probed & failed), "failure": failure, "at_start": areas[start],
                 "low": low, "high": high, "leads_from": min(after, default=None),
                 "lead": failure - min(after) if after else None,
                 "areas": " ".join(f"{step}:{own:.3f}" for step, own in areas.items()),
@@ -577,8 +591,10 @@ def area(bad: Sequence[float], good: Sequence[float]) -> float:
 
 
 def _badness(column: str, value: float, large: bool) -> float:
+    if not math.isfinite(value):
+        return math.inf
     if column in EITHER_WAY:
-        return abs(math.log(value)) if value > 0 and math.isfinite(value) else math.inf
+        return abs(math.log(value)) if value > 0 else math.inf
     return value if large else -value
 
 
@@ -634,14 +650,12 @@ def _of_all(case: Case) -> list[Number]:
     trained = [row for row in case.runs if row["steps"] > 1]
     minutes = sum(row["minutes"] for row in case.runs)
     where = "runs.csv"
-    case.note("runs", f"{len(trained)}", len(trained), source=where)
-    case.note("starts", f"{len(case.runs) - len(trained)}", len(case.runs) - len(trained),
-              source=where)  # fmt: skip
+    case.tally("runs", len(trained), where)
+    case.tally("starts", len(case.runs) - len(trained), where)
     case.note("hours", f"{minutes / 60:.1f}", minutes / 60, source=where)
     for name in ("seed", "recipe"):
-        found = len({row[name] for row in trained})
-        case.note(f"{name}s", f"{found}", found, source=where)
-    case.note("claims", f"{sum(name.startswith('C') for name in CLAIMS)}", source="ledger.py")
+        case.tally(f"{name}s", len({row[name] for row in trained}), where)
+    case.tally("claims", sum(name.startswith("C") for name in CLAIMS), "ledger.py")
     if case.runs:
         case.note("H1", f"{case.runs[0]['h1']:.2f}", case.runs[0]["h1"], source=where)
     return case.numbers

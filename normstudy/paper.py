@@ -39,7 +39,9 @@ HEAD = r"""% written by `normstudy paper` from the tables; not to be edited
 \newcommand{\study}[1]{\getval{study}{#1}}
 """
 MISSING = {
-    True: r"\newcommand{\missing}[1]{\fbox{no data: \detokenize{#1}}}",
+    True: r"""\newcommand{\missing}[1]{\fbox{no data: \detokenize{#1}}}
+\let\drawn\includegraphics
+\renewcommand{\includegraphics}[2][]{\IfFileExists{#2}{\drawn[#1]{#2}}{\missing{#2}}}""",
     False: r"\newcommand{\missing}[1]{\errmessage{no data for \detokenize{#1}}}",
 }
 WATERMARK = (
@@ -75,10 +77,10 @@ def build(folder: Path, data: Path, out: Path, draft: bool = False, pdf: bool = 
     rows = f"\\newcommand{{\\claimrows}}{{%\n{_claims(tables['claims'])}}}\n"
     mark = WATERMARK if _preset(tables["study"]) == SMOKE else ""
     (out / "macros.tex").write_text("\n".join([HEAD + MISSING[draft], mark, *lines, rows]))
-    if any(tables.values()):
-        paper_figures.draw_all(data, out / "figures")
+    paper_figures.draw_all(data, out / "figures", some=draft)
     for path in folder.glob("*.*"):
-        shutil.copyfile(path, out / path.name)
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
     return _compile(out) if pdf else out / text.name
 
 
@@ -141,7 +143,10 @@ def _compile(out: Path) -> Path:
     command = ["latexmk", "-pdf", "-halt-on-error", "-interaction=nonstopmode", "main.tex"]
     done = subprocess.run(command, cwd=out, env=still, capture_output=True, text=True, check=False)
     if done.returncode:
-        log = (out / "main.log").read_text(encoding="utf-8", errors="replace")
-        wrong = [line for line in log.splitlines() if line.startswith("!")] or [done.stdout[-500:]]
-        raise UserError(f"{out / 'main.tex'} does not compile: {wrong[0]}; see {out / 'main.log'}")
+        log = out / "main.log"  # none where latexmk found no LaTeX
+        lines = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        )
+        wrong = [line for line in lines if line.startswith("!")] or [done.stdout[-500:].strip()]
+        raise UserError(f"{out / 'main.tex'} does not compile: {wrong[0]}; see {log}")
     return out / "main.pdf"

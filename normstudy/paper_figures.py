@@ -40,12 +40,12 @@ class Picture(NamedTuple):
 
     name: str
     needs: tuple[str, ...]
-    draw: Callable[[Tables], Canvas]
+    draw: Callable[[Tables], Canvas | None]  # None: they have no rows for it
 
 
-def draw_all(data: Path, out: Path) -> list[Path]:
+def draw_all(data: Path, out: Path, some: bool = False) -> list[Path]:
     """OUT/NAME.pdf and .png for every figure whose tables lie in DATA; the same tables give the
-    same bytes. Raises UserError where none does."""
+    same bytes. Raises UserError where none does, unless some: None is enough then."""
     drawn = []
     for picture in PICTURES:
         if not all((data / f"{name}.csv").exists() for name in picture.needs):
@@ -53,12 +53,14 @@ def draw_all(data: Path, out: Path) -> list[Path]:
         tables = {name: evidence.read(data, name) for name in picture.needs}
         with plt.rc_context(PAPER):
             canvas = picture.draw(tables)
+            if canvas is None:
+                continue
             out.mkdir(parents=True, exist_ok=True)
             drawn.append(out / f"{picture.name}.pdf")
             canvas.savefig(drawn[-1], metadata={"CreationDate": None})
             canvas.savefig(drawn[-1].with_suffix(".png"), metadata={"Software": None})
             plt.close(canvas)
-    if not drawn:
+    if not drawn and not some:
         raise UserError(f"{data} has no tables of experiments/claims.py: there is nothing to draw")
     return drawn
 
@@ -162,32 +164,35 @@ def draw_collapse(tables: Tables) -> Canvas:
     return canvas
 
 
-def draw_depth(tables: Tables) -> Canvas:
+def draw_depth(tables: Tables) -> Canvas | None:
     """Over depth at step 0: a power of L in pre-norm, none in post-norm."""
     panels = (
         ("gradient_ratio", "stream gradient, bottom over top"),
         ("top_gradient", "gradient norm of the last matrix"),
     )
+    found = {
+        name: [
+            row | {"layers": int(row["recipe"].split()[-2])}
+            for row in tables["probes"]
+            if row["recipe"].startswith(f"start: {name}, ") and row["recipe"].endswith(" blocks")
+        ]
+        for name in ("pre", "post")
+    }
+    if not all(found.values()):
+        return None
     canvas, grid = plt.subplots(1, 2, figsize=(WIDTH, 2.3))
     for axes, (column, label) in zip(grid.flat, panels, strict=True):
-        for i, name in enumerate(("pre", "post")):
-            own = [
-                row | {"layers": int(row["recipe"].split()[-2])}
-                for row in tables["probes"]
-                if row["recipe"].startswith(f"start: {name}, ")
-                and row["recipe"].endswith(" blocks")
-            ]
-            if own:
-                _spread(axes, own, "layers", column, INK[i], DASHES[i], True, MARKERS[i])
+        for i, own in enumerate(found.values()):
+            _spread(axes, own, "layers", column, INK[i], DASHES[i], True, MARKERS[i])
         axes.set(xscale="log", yscale="log", title=label, xlabel="depth $L$ (blocks)")
-        ticks = sorted({row["layers"] for row in tables["runs"] if row["layers"]})
+        ticks = sorted({row["layers"] for own in found.values() for row in own})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
     canvas.legend(handles=_handles(("pre", "post")), loc="outside upper center", ncols=2)
     return canvas
 
 
-def draw_ablations(tables: Tables) -> Canvas:
+def draw_ablations(tables: Tables) -> Canvas | None:
     """Last loss of each change alone at 1e-3, every seed a point, the best on top."""
     rows = [
         row
@@ -196,14 +201,19 @@ def draw_ablations(tables: Tables) -> Canvas:
         and (row["optimizer"] == "sgd" or math.isclose(row["lr"], ledger.USUAL))
         and row["steps"] == tables["runs"][0]["steps"]
     ]  # fmt: skip
+    if not rows:
+        return None
     groups = sorted(
-        frames.by(rows, "recipe"), key=lambda own: np.median([r["last_loss"] for r in own[1]])
+        frames.by(rows, "recipe"),
+        key=lambda own: np.median(np.nan_to_num([r["last_loss"] for r in own[1]], nan=np.inf)),
     )
     canvas, axes = plt.subplots(figsize=(WIDTH, 0.7 + 0.16 * len(groups)))
     for y, (_, own) in enumerate(groups):
         for row in own:
+            loss = row["last_loss"]
             axes.plot(
-                min(row["last_loss"], 6.0), y, "o", ms=4, mfc=COLOURS[row["outcome"]], mec="black",
+                loss if loss < 6.0 else 6.0, y, "o",  # nan is as far out as it gets
+                ms=4, mfc=COLOURS[row["outcome"]], mec="black",
                 mew=0.4,
             )  # fmt: skip
     h1 = tables["runs"][0]["h1"]
