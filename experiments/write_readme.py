@@ -18,7 +18,7 @@ from typing import Any
 
 import placement_pages
 
-from normstudy import frames, outcome, placements, quantities, ramp, tables
+from normstudy import evidence, frames, outcome, placements, quantities, ramp, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
@@ -38,6 +38,7 @@ EXPONENTS = (
 def regions() -> dict[str, str]:
     """{marker: Markdown that stands between <!-- marker --> and <!-- /marker --> in README.md}."""
     return {
+        "claims": tables.markdown(_claims()),
         "placements": tables.markdown(placements.as_rows()),
         "quantities": tables.markdown(quantities.as_rows()),
         "bench": tables.markdown(_bench()),
@@ -57,6 +58,14 @@ def _bench() -> list[dict[str, Any]]:
     rows = json.loads(_path("bench.json").read_text(encoding="utf-8")).values()
     aside = re.compile(r"rounds|memory|speed|^(tracing|compiling) a plain step")
     return [row for row in rows if not aside.search(row["what"])]
+
+
+def _claims() -> list[dict[str, Any]]:
+    """The verdicts of paper/data/claims.csv, which experiments/claims.py wrote."""
+    return [
+        {"": row["claim"], "claim": row["says"], "verdict": row["verdict"], "n": row["n"]}
+        for row in evidence.read(ROOT / "paper" / "data", "claims")
+    ]
 
 
 def _max_lr() -> list[dict[str, Any]]:
