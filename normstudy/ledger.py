@@ -283,6 +283,10 @@ def c7(case: Case) -> Ruling:
         post = case.mean(f"first {what} post", [a for a, _ in pairs], where)
         ratios[what], n = own, own.n
         told.append(f"{what} changes by {_around(post)} in post-norm, {_around(own)} of pre-norm's")
+    for step in (1, 2, 3, 5, 10, 30):  # beside the claim, which is about the first
+        pairs = _paired(case, "sigma_update_mean", "post", "pre", USUAL, step)
+        where = f"probes.csv: post over pre, {USUAL:g}, step {step}, sigma_update_mean"
+        case.mean(f"sigma post over pre step {step}", [a / b for a, b in pairs if b], where)
     for name in ("post", "pre"):
         rows = case.probed(name, USUAL, 0)
         miss = [
@@ -655,6 +659,10 @@ def _of_all(case: Case) -> list[Number]:
     case.note("hours", f"{minutes / 60:.1f}", minutes / 60, source=where)
     for name in ("seed", "recipe"):
         case.tally(f"{name}s", len({row[name] for row in trained}), where)
+    seeds = len({row["seed"] for row in trained})
+    if seeds:  # what k = n tells of a rate, Clopper & Pearson
+        least = 0.025 ** (1 / seeds)
+        case.note("least rate of all", f"{least:.2f}", least, n=seeds, source=where)
     case.tally("claims", sum(name.startswith("C") for name in CLAIMS), "ledger.py")
     if case.runs:
         case.note("H1", f"{case.runs[0]['h1']:.2f}", case.runs[0]["h1"], source=where)
