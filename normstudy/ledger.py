@@ -255,7 +255,7 @@ def c6(case: Case) -> Ruling:
     died = [row["at_step"] for row in rows if row["outcome"] in FAILS]
     latest = max(died, default=0)
     case.tally("post latest death", latest, "runs.csv: post", n=len(died))
-    words = ", ".join(f"{own.text} {word}" for word, own in tally.items() if own.value)
+    words = ", ".join(f"{own.text} {word}" for word, own in tally.items() if own.value > 0)
     measured = f"at {case.rate:g}: {words or 'none failed'}, the last from step {latest}"
     usual = case.of("post", USUAL)
     if usual:

@@ -107,14 +107,17 @@ def draw_loss(tables: Tables) -> Canvas:
     h1 = tables["runs"][0]["h1"]
     for axes, lr in zip(grid.flat, rates, strict=True):
         here = [row for row in rows if row["lr"] == lr]
-        for i, recipe in enumerate(recipes):
+        for recipe in recipes:
+            i = ledger.RECIPES.index(recipe)
             of_recipe = [row for row in here if row["recipe"] == recipe]
             for _, own in frames.by(of_recipe, "seed"):
                 axes.plot(*_xy(own, "step", "loss"), c=INK[i], ls=DASHES[i], lw=0.8)
         axes.axhline(h1, color="grey", lw=0.6)
         axes.set(title=f"learning rate {lr:g}", xlabel="update", ylim=(2.0, 4.5))
     grid.flat[0].set_ylabel("training loss (nats)")
-    canvas.legend(handles=_handles(recipes), loc="outside upper center", ncols=4)
+    canvas.legend(
+        handles=_handles(recipes, " " * len(MARKERS)), loc="outside upper center", ncols=4
+    )
     return canvas
 
 
@@ -130,11 +133,12 @@ def draw_start(tables: Tables) -> Canvas:
     recipes = [name for name in _recipes(rows) if "warmup" not in name]
     canvas, grid = plt.subplots(2, 2, figsize=(WIDTH, 3.8), sharex=True)
     for axes, (column, label, log) in zip(grid.flat, panels, strict=True):
-        for i, recipe in enumerate(recipes):
+        for place, recipe in enumerate(recipes):
+            i = ledger.RECIPES.index(recipe)
             own = [row for row in rows if row["recipe"] == recipe]
             _spread(axes, own, "layer", column, INK[i], DASHES[i], log)
             if f"{column}_se" in own[0]:
-                _probe_error(axes, own, column, INK[i], MARKERS[i], len(recipes), i)
+                _probe_error(axes, own, column, INK[i], MARKERS[i], place)
         axes.set(title=label, yscale="log" if log else "linear")
     canvas.supxlabel("layer (0 = bottom)", fontsize=8)
     canvas.legend(handles=_handles(recipes), loc="outside upper center", ncols=4)
@@ -153,7 +157,8 @@ def draw_collapse(tables: Tables) -> Canvas:
     recipes = [n for n in _recipes(rows) if "warmup" not in n]
     canvas, grid = plt.subplots(2, 2, figsize=(WIDTH, 3.8), sharex=True)
     for axes, (column, label, log) in zip(grid.flat, panels, strict=True):
-        for i, recipe in enumerate(recipes):
+        for recipe in recipes:
+            i = ledger.RECIPES.index(recipe)
             own = [row for row in rows if row["recipe"] == recipe and row[column] is not None]
             _spread(axes, own, "step", column, INK[i], DASHES[i], log, MARKERS[i])
         axes.set(title=label, yscale="log" if log else "linear")
@@ -230,23 +235,35 @@ def draw_ablations(tables: Tables) -> Canvas | None:
 
 
 def draw_leads(tables: Tables) -> Canvas:
-    """How well each quantity tells runs that will fail from runs that will train, by step."""
-    canvas, axes = plt.subplots(figsize=(WIDTH, 2.8))
-    rows = sorted(tables["leads"], key=lambda row: -row["at_start"])
-    for i, row in enumerate(rows):
-        pairs = [part.split(":") for part in row["areas"].split()]
-        axes.plot(
-            [int(step) for step, _ in pairs], [float(own) for _, own in pairs],
-            c=INK[i % len(INK)], ls=DASHES[i % len(DASHES)],
-            marker=MARKERS[(i + i // len(INK)) % len(MARKERS)], ms=3.5,
-            mfc="white" if i >= len(INK) else INK[i], label=row["what"],
-        )  # fmt: skip
-    axes.axhline(ledger.TELLS, color="grey", lw=0.6, ls=":")
-    axes.axvline(rows[0]["failure"], color="grey", lw=0.6)
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set(xlabel="update", ylabel="probability of telling\na run that fails", ylim=(-0.02, 1.02))
-    axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
-    canvas.legend(loc="outside lower center", ncols=2)
+    """How well each quantity tells runs that will fail from runs that will train, by step: a cell
+    each; what tells earliest on top, framed from where it leads."""
+    rows = sorted(
+        tables["leads"],
+        key=lambda row: (_or_never(row["leads_from"]), -row["at_start"], row["what"]),
+    )
+    found = [dict(_areas(row)) for row in rows]
+    steps = sorted({step for own in found for step in own})
+    areas = np.array([[own.get(step, np.nan) for step in steps] for own in found])
+    canvas, axes = plt.subplots(figsize=(WIDTH, 0.6 + 0.22 * len(rows)))
+    axes.imshow(
+        areas, cmap="PuOr", vmin=-0.5, vmax=1.5, aspect="auto"
+    )  # light: there is text on it
+    most = max(row["runs"] for row in rows)
+    names = [row["what"] + (f" ({row['runs']} runs)" if row["runs"] < most else "") for row in rows]
+    for y, row in enumerate(rows):
+        for x in range(len(steps)):
+            if not np.isnan(areas[y, x]):
+                axes.text(x, y, f"{areas[y, x]:.2f}", ha="center", va="center", fontsize=6)
+        if row["leads_from"] is not None:
+            first = steps.index(row["leads_from"])
+            axes.add_patch(
+                Rectangle((first - 0.5, y - 0.5), len(steps) - first, 1, fill=False, lw=1.2)
+            )
+    axes.set_xticks(range(len(steps)), [str(step) for step in steps])
+    axes.set_yticks(range(len(rows)), names)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(f"update (median failure: {rows[0]['failure']:.0f})")
     return canvas
 
 
@@ -268,10 +285,22 @@ def _xy(rows: Table, x: str, y: str) -> tuple[list, list]:
     return [row[x] for row in rows], [row[y] for row in rows]
 
 
-def _handles(names: Sequence[str]) -> list[Any]:
+def _areas(row: dict[str, Any]) -> list[tuple[int, float]]:
+    """(step, probability) of a row of leads.csv."""
+    pairs = [part.split(":") for part in row["areas"].split()]
+    return [(int(step), float(own)) for step, own in pairs]
+
+
+def _or_never(step: int | None) -> float:
+    return math.inf if step is None else float(step)
+
+
+def _handles(names: Sequence[str], markers: str = MARKERS) -> list[Any]:
+    """A recipe looks the same in every figure."""
+    places = [ledger.RECIPES.index(name) for name in names]
     return [
-        Line2D([], [], c=INK[i], ls=DASHES[i], marker=MARKERS[i], ms=3.5, lw=1.2, label=name)
-        for i, name in enumerate(names)
+        Line2D([], [], c=INK[i], ls=DASHES[i], marker=markers[i], ms=3.5, lw=1.2, label=name)
+        for i, name in zip(places, names, strict=True)
     ]
 
 
@@ -293,12 +322,10 @@ def _spread(
     axes.plot(places, means, c=colour, ls=dash, lw=1.3, marker=marker, ms=3.5)
 
 
-def _probe_error(
-    axes: Any, rows: Table, column: str, colour: str, marker: str, of: int, i: int
-) -> None:
+def _probe_error(axes: Any, rows: Table, column: str, colour: str, marker: str, place: int) -> None:
     """Two standard errors of the first seed's estimate, at a few layers; not the spread."""
     seed = min(row["seed"] for row in rows)
-    own = [row for row in rows if row["seed"] == seed][2 * i :: 12]
+    own = [row for row in rows if row["seed"] == seed][2 * place :: 12]  # beside one another
     low = [min(2 * row[f"{column}_se"], 0.99 * row[column]) for row in own]
     high = [2 * row[f"{column}_se"] for row in own]
     axes.errorbar(

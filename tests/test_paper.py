@@ -438,16 +438,17 @@ def test_ablations_show_a_run_whose_loss_is_not_a_number(draw):
 def test_leads_draws_the_areas_of_every_quantity(draw, whole):
     rows = evidence.read(whole, "leads")
     (axes,) = draw(paper_figures.draw_leads, {"leads": rows}).axes
-    lines = {line.get_label(): line for line in axes.lines}
+    steps = [label.get_text() for label in axes.get_xticklabels()]
+    names = [label.get_text().partition(" (")[0] for label in axes.get_yticklabels()]
+    shown = {text.get_position(): text.get_text() for text in axes.texts}
     for row in rows:
-        steps, areas = lines[row["what"]].get_data()
-        assert [f"{s}:{a:.3f}" for s, a in zip(steps, areas, strict=True)] == row["areas"].split()
-    styles = {
-        (line.get_color(), line.get_marker(), line.get_markerfacecolor())
-        for name, line in lines.items()
-        if not name.startswith("_")
-    }
-    assert len(styles) == len(rows)  # told apart, each of them
+        pairs = [part.split(":") for part in row["areas"].split()]
+        y = names.index(row["what"])
+        own = {(steps.index(step), y): f"{float(area):.2f}" for step, area in pairs}
+        assert own.items() <= shown.items()
+    framed = {names[round(patch.get_y() + 0.5)] for patch in axes.patches}
+    assert framed == {row["what"] for row in rows if row["leads_from"] is not None}
+    assert names[: len(framed)] and set(names[: len(framed)]) == framed  # they stand on top
 
 
 def test_depth_draws_both_placements_over_depth(draw, tables):
