@@ -118,6 +118,10 @@ ROWS = {
     "post-small-mlp": dataclasses.replace(
         POST, init=lambda layers: {"down": theory.depth_scale(layers)}, source="ablation"
     ),
+    # at step 0 a skip path that passes less than post-norm's, and positions that stay apart
+    "post-small-attention-large-mlp": dataclasses.replace(
+        POST, init=lambda layers: {"o": theory.depth_scale(layers), "down": 3.0}, source="ablation"
+    ),
 }
 
 
@@ -177,9 +181,11 @@ def ablations(base: config.Run) -> dict[str, Changes]:
         "pre, skip x 1/sqrt(2)": RECIPES["pre"] | {"placement": DAMPED},
         "pre, skip x 1/sqrt(2), warmup": {"placement": DAMPED, "warmup": warmup},
         # attention mixes positions, the MLP does not: rank collapse apart from the skip path. Added
-        # after the first seed of the others was read, which could not tell the two apart
+        # after the first seed of the others was read, which could not tell the two apart; the last
+        # was chosen by what it does to both at step 0
         "post, o x 1/sqrt(2L)": post | {"placement": "post-small-attention"},
         "post, down x 1/sqrt(2L)": post | {"placement": "post-small-mlp"},
+        "post, o x 1/sqrt(2L), down x 3": post | {"placement": "post-small-attention-large-mlp"},
     }
 
 

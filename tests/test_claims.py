@@ -260,6 +260,7 @@ ALONE = {
     "pre, skip x 1/sqrt(2), warmup": ("pre", {"placement", "warmup"}),
     "post, o x 1/sqrt(2L)": ("post", {"placement"}),
     "post, down x 1/sqrt(2L)": ("post", {"placement"}),
+    "post, o x 1/sqrt(2L), down x 3": ("post", {"placement"}),
 }
 
 
@@ -345,6 +346,15 @@ def test_one_branch_is_made_as_small_as_1_sqrt_2L_makes_it_and_the_other_is_not(
         own = programs.standard_deviations(run)
     assert own == plain | {matrix: scaled[matrix]}
     assert scaled[matrix] != plain[matrix]
+
+
+def test_attention_is_made_small_and_the_mlp_large():
+    (run,) = named("ablations")["post, o x 1/sqrt(2L), down x 3"]
+    plain = programs.standard_deviations(config.override(BASE, **claims.RECIPES["post"]))
+    with claims.with_ablations():
+        own = programs.standard_deviations(run)
+    changed = {"o": plain["o"] / math.sqrt(2 * L), "down": 3 * plain["down"]}
+    assert own == pytest.approx(plain | changed, rel=1e-6)  # float32
 
 
 # -------------------------------------------------------------------------------------- checks
