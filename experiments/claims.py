@@ -101,7 +101,21 @@ EMBEDDINGS: dict[str, Changes] = {"unit embedding": {}, "embedding 0.02": SMALL}
 
 # rows that only this experiment has: nobody trains them for their own sake
 DAMPED = "pre-damped"
-POST = placements.row("post")
+
+
+def _scaled(row: str, o: float | None = 1.0, down: float | None = 1.0) -> Placement:
+    """A row whose attention (o) or MLP (down) is so much larger at init; None: by 1/sqrt(2L)."""
+    factors = {"o": o, "down": down}
+    return dataclasses.replace(
+        placements.row(row),
+        init=lambda layers: {
+            name: theory.depth_scale(layers) if own is None else own
+            for name, own in factors.items()
+        },
+        source="ablation",
+    )
+
+
 ROWS = {
     # a skip path that loses what post-norm's does, and no norm on it
     DAMPED: Placement(
@@ -112,16 +126,13 @@ ROWS = {
         "ablation: pre-norm with the factor 1/sqrt(2) of KEEL (Chen & Wei 2026), equation 14",
     ),
     # the two matrices of 1/sqrt(2L), one at a time: which branch it is that must be small
-    "post-small-attention": dataclasses.replace(
-        POST, init=lambda layers: {"o": theory.depth_scale(layers)}, source="ablation"
-    ),
-    "post-small-mlp": dataclasses.replace(
-        POST, init=lambda layers: {"down": theory.depth_scale(layers)}, source="ablation"
-    ),
-    # at step 0 a skip path that passes less than post-norm's, and positions that stay apart
-    "post-small-attention-large-mlp": dataclasses.replace(
-        POST, init=lambda layers: {"o": theory.depth_scale(layers), "down": 3.0}, source="ablation"
-    ),
+    "post-small-attention": _scaled("post", o=None),
+    "post-small-mlp": _scaled("post", down=None),
+    # at step 0 a skip path that passes as little as where runs fail, and positions that stay apart
+    "post-small-attention-mlp-2": _scaled("post", o=None, down=2.0),
+    "post-small-attention-mlp-3": _scaled("post", o=None, down=3.0),
+    # a skip path that passes all, positions more alike than in pre-norm, and uneven gradients
+    "pre-attention-10": _scaled("pre", o=10.0),
 }
 
 
@@ -182,10 +193,12 @@ def ablations(base: config.Run) -> dict[str, Changes]:
         "pre, skip x 1/sqrt(2), warmup": {"placement": DAMPED, "warmup": warmup},
         # attention mixes positions, the MLP does not: rank collapse apart from the skip path. Added
         # after the first seed of the others was read, which could not tell the two apart; the last
-        # was chosen by what it does to both at step 0
+        # three were chosen by what they do to both at step 0
         "post, o x 1/sqrt(2L)": post | {"placement": "post-small-attention"},
         "post, down x 1/sqrt(2L)": post | {"placement": "post-small-mlp"},
-        "post, o x 1/sqrt(2L), down x 3": post | {"placement": "post-small-attention-large-mlp"},
+        "post, o x 1/sqrt(2L), down x 2": post | {"placement": "post-small-attention-mlp-2"},
+        "post, o x 1/sqrt(2L), down x 3": post | {"placement": "post-small-attention-mlp-3"},
+        "pre, o x 10": RECIPES["pre"] | {"placement": "pre-attention-10"},
     }
 
 

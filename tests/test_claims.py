@@ -260,7 +260,9 @@ ALONE = {
     "pre, skip x 1/sqrt(2), warmup": ("pre", {"placement", "warmup"}),
     "post, o x 1/sqrt(2L)": ("post", {"placement"}),
     "post, down x 1/sqrt(2L)": ("post", {"placement"}),
+    "post, o x 1/sqrt(2L), down x 2": ("post", {"placement"}),
     "post, o x 1/sqrt(2L), down x 3": ("post", {"placement"}),
+    "pre, o x 10": ("pre", {"placement"}),
 }
 
 
@@ -348,12 +350,17 @@ def test_one_branch_is_made_as_small_as_1_sqrt_2L_makes_it_and_the_other_is_not(
     assert scaled[matrix] != plain[matrix]
 
 
-def test_attention_is_made_small_and_the_mlp_large():
-    (run,) = named("ablations")["post, o x 1/sqrt(2L), down x 3"]
+@pytest.mark.parametrize("recipe, factors", [
+    ("post, o x 1/sqrt(2L), down x 2", {"o": 1 / math.sqrt(2 * L), "down": 2}),
+    ("post, o x 1/sqrt(2L), down x 3", {"o": 1 / math.sqrt(2 * L), "down": 3}),
+    ("pre, o x 10", {"o": 10}),
+])  # fmt: skip
+def test_branches_are_as_large_as_the_name_says(recipe, factors):
+    (run,) = named("ablations")[recipe]
     plain = programs.standard_deviations(config.override(BASE, **claims.RECIPES["post"]))
     with claims.with_ablations():
         own = programs.standard_deviations(run)
-    changed = {"o": plain["o"] / math.sqrt(2 * L), "down": 3 * plain["down"]}
+    changed = {name: factor * plain[name] for name, factor in factors.items()}
     assert own == pytest.approx(plain | changed, rel=1e-6)  # float32
 
 
