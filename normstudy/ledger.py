@@ -412,14 +412,12 @@ def c14(case: Case) -> Ruling:
         width = runs[0]["width"]
         away = [(r["minus_identity"] ** 2 - 2 / width) / (1 - 2 / width) for r in rows]
         where = f"probes.csv: {recipe}, {USUAL:g}, step 0"
-        cosine = case.mean(f"block cosine {recipe}", [r["cosine_to_next"] for r in rows], where)
+        turned = case.mean(f"block turn {recipe}", [1 - r["cosine_to_next"] for r in rows], where)
         distance = case.root(f"block distance {recipe}", away, where)
-        whole = case.mean(
-            f"stack cosine {recipe}", [abs(r["cosine_to_start"]) for r in rows], where
-        )
+        whole = case.mean(f"stack turn {recipe}", [1 - r["cosine_to_start"] for r in rows], where)
         told.append(
-            f"{recipe}: least cosine of a block {_around(cosine)}, distance to the projector "
-            f"{_around(distance)}, cosine of x_0 and x_L {_around(whole)}"
+            f"{recipe}: 1 - cosine over a block at most {_around(turned)}, over the stack "
+            f"{_around(whole)}; distance to the projector {_around(distance)}"
         )
         if recipe in fixes:
             least = min(r["cosine_to_next"] for r in rows)
@@ -446,7 +444,7 @@ def c15(case: Case) -> Ruling:
 def c16(case: Case) -> Ruling:
     """Against: no relation. Rank correlation, along steps 0 to 300, of the logarithms of
     bottom/top and of the mean norm factor, in each seed of post-norm."""
-    told, verdicts, n = [], [], 0
+    told, related, n = [], {}, 0
     for lr in sorted({USUAL, case.rate or USUAL}):
         each = []
         for _, rows in frames.by(case.probed("post", lr), "seed"):
@@ -468,13 +466,14 @@ def c16(case: Case) -> Ruling:
             f"factor correlation {lr:g}", f"{value:.2f}", value, low, high, len(z), where
         )
         told.append(f"at {lr:g} rank correlation {_around(own)}")
-        verdicts.append(abs(value) >= 0.5 and low * high > 0)
+        related[f"{lr:g}"] = abs(value) >= 0.5 and low * high > 0
         n = len(z)
     if not told:
         return OPEN, "not run for two seeds", n
-    verdict = SUPPORTED if all(verdicts) else NOT
-    if any(verdicts) and not all(verdicts):
-        verdict = f"{ONLY_IF}the learning rate is one of those named"
+    there = [lr for lr, holds in related.items() if holds]
+    verdict = SUPPORTED if len(there) == len(related) else NOT
+    if 0 < len(there) < len(related):
+        verdict = f"{ONLY_IF}the learning rate is {' or '.join(there)}"
     return verdict, "; ".join(told), n
 
 
@@ -511,8 +510,15 @@ def m1(case: Case) -> Ruling:
     case.tally("told apart", n, where)
     case.tally("failed of these", widest["failed"], where)
     case.tally("failure step", failure, where)
-    for recipe, rows in frames.by(_ablations(case), "recipe"):
+    by_sgd = [row for row in case.runs if row["optimizer"] == "sgd"]
+    for recipe, rows in frames.by(by_sgd, "recipe"):
+        case.count(f"SGD: {recipe}", rows, TRAINS, f"runs.csv: {recipe}")
+    for recipe, rows in frames.by(pooled(case.runs), "recipe"):
         case.count(f"alone: {recipe}", rows, TRAINS, f"runs.csv: {recipe}")
+        starts = case.probed(recipe, USUAL, 0)
+        for column in ("skip_gain", "similarity", "query_share", "gradient_ratio"):
+            where = f"probes.csv: {recipe}, {USUAL:g}, step 0"
+            case.mean(f"{column} of {recipe}", [row[column] for row in starts], where)
     for row in table:
         case.note(
             f"tells {row['quantity']}", f"{row['at_start']:.2f}", row["at_start"], row["low"],
@@ -520,6 +526,7 @@ def m1(case: Case) -> Ruling:
         )  # fmt: skip
         if row["leads_from"] is not None:
             case.tally(f"lead {row['quantity']}", row["lead"], "leads.csv", n=row["runs"])
+            case.tally(f"leads from {row['quantity']}", row["leads_from"], "leads.csv")
     leading = [row for row in table if row["leads_from"] is not None]
     told = "; ".join(
         f"{row['what']}: {row['at_start']:.2f} at step 0"
@@ -538,12 +545,12 @@ def m1(case: Case) -> Ruling:
     return f"no single one: {', '.join(names)} lead together, {by}", measured, n
 
 
-def _ablations(case: Case) -> Table:
+def pooled(runs: Table) -> Table:
     """The runs of M1: at 1e-3 by Adam without warmup, whole ones."""
-    longest = max((row["steps"] for row in case.of("pre")), default=0)
+    longest = max((row["steps"] for row in runs if row["recipe"] == "pre"), default=0)
     return [
         row
-        for row in case.runs
+        for row in runs
         if _same(row["lr"], USUAL) and row["optimizer"] == "adam" and not row["warmup"]
         and row["schedule"] == "constant" and row["steps"] == longest
     ]  # fmt: skip
@@ -551,7 +558,7 @@ def _ablations(case: Case) -> Table:
 
 def leads(case: Case) -> Table:
     """For each of LEADERS how well it tells runs apart, and from which probed step on."""
-    word = {(r["recipe"], r["seed"]): r for r in _ablations(case)}
+    word = {(r["recipe"], r["seed"]): r for r in pooled(case.runs)}
     failed = {key for key, r in word.items() if r["outcome"] in FAILS}
     fine = {key for key, r in word.items() if r["outcome"] in TRAINS}
     if not failed or not fine:

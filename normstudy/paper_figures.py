@@ -212,7 +212,7 @@ def draw_ablations(tables: Tables) -> Canvas | None:
         frames.by(rows, "recipe"),
         key=lambda own: np.median(np.nan_to_num([r["last_loss"] for r in own[1]], nan=np.inf)),
     )
-    canvas, axes = plt.subplots(figsize=(WIDTH, 0.7 + 0.16 * len(groups)))
+    canvas, axes = plt.subplots(figsize=(WIDTH, 0.7 + 0.135 * len(groups)))
     for y, (_, own) in enumerate(groups):
         for row in own:
             loss = row["last_loss"]
@@ -223,14 +223,43 @@ def draw_ablations(tables: Tables) -> Canvas | None:
             )  # fmt: skip
     h1 = tables["runs"][0]["h1"]
     axes.axvline(h1, color="grey", lw=0.6)
-    axes.set_yticks(range(len(groups)), [name for name, _ in groups])
+    axes.set_yticks(range(len(groups)), [name for name, _ in groups], fontsize=6.5)
     axes.set(ylim=(len(groups) - 0.5, -0.5), xlabel="last training loss (nats); line: $H_1$")
     found = [word for word in ORDER if any(row["outcome"] == word for row in rows)]
-    points = [
-        Line2D([], [], ls="", marker="o", ms=4, mfc=COLOURS[w], mec="black", mew=0.4, label=w)
-        for w in found
-    ]
-    canvas.legend(handles=points, loc="outside upper center", ncols=len(found))
+    canvas.legend(handles=_points(found), loc="outside upper center", ncols=len(found))
+    return canvas
+
+
+def draw_apart(tables: Tables) -> Canvas | None:
+    """At step 0: what is left of a gradient on the skip path, how alike positions are, and what
+    became of the run. A point a seed."""
+    starts = {
+        (row["recipe"], row["seed"]): row
+        for row in tables["probes"]
+        if row["step"] == 0 and math.isclose(row["lr"], ledger.USUAL) and row["skip_gain"]
+    }
+    runs = [row for row in ledger.pooled(tables["runs"]) if (row["recipe"], row["seed"]) in starts]
+    if not runs:
+        return None
+    canvas, axes = plt.subplots(figsize=(WIDTH, 3.0))
+    named: list[tuple[float, float]] = []
+    axes.set(xscale="log", xlabel="left of a gradient on the skip path, top to bottom",
+             ylabel="token similarity of $x_L$", ylim=(0, 1.12))  # fmt: skip
+    groups = frames.by(runs, "recipe")
+    for recipe, own in sorted(groups, key=lambda own: own[0] not in ledger.RECIPES):
+        points = np.array(
+            [[starts[recipe, r["seed"]][name] for name in ("skip_gain", "similarity")] for r in own]
+        )
+        for (x, y), row in zip(points, own, strict=True):
+            axes.plot(x, y, "o", ms=4.5, mfc=COLOURS[row["outcome"]], mec="black", mew=0.4)
+        x, y = np.exp(np.mean(np.log(points[:, 0]))), np.mean(points[:, 1])
+        if all(abs(math.log10(x / a)) > 1.2 or abs(y - b) > 0.07 for a, b in named):
+            named.append((x, y))  # one name where several recipes lie together: the first's
+            side = "right" if x > 1e-3 else "left"
+            axes.annotate(recipe, (x, y), (-6 if side == "right" else 6, 5), fontsize=6,
+                          textcoords="offset points", ha=side)  # fmt: skip
+    words = [word for word in ORDER if any(row["outcome"] == word for row in runs)]
+    canvas.legend(handles=_points(words), loc="outside upper center", ncols=len(words))
     return canvas
 
 
@@ -274,6 +303,7 @@ PICTURES = (
     Picture("depth", ("runs", "probes"), draw_depth),
     Picture("collapse", ("probes", "curves"), draw_collapse),
     Picture("ablations", ("runs",), draw_ablations),
+    Picture("apart", ("runs", "probes"), draw_apart),
     Picture("leads", ("leads",), draw_leads),
 )
 
@@ -283,6 +313,14 @@ PICTURES = (
 
 def _xy(rows: Table, x: str, y: str) -> tuple[list, list]:
     return [row[x] for row in rows], [row[y] for row in rows]
+
+
+def _points(words: Sequence[str]) -> list[Any]:
+    """Outcomes, for a legend."""
+    return [
+        Line2D([], [], ls="", marker="o", ms=4, mfc=COLOURS[w], mec="black", mew=0.4, label=w)
+        for w in words
+    ]
 
 
 def _areas(row: dict[str, Any]) -> list[tuple[int, float]]:

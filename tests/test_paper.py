@@ -451,6 +451,30 @@ def test_leads_draws_the_areas_of_every_quantity(draw, whole):
     assert names[: len(framed)] and set(names[: len(framed)]) == framed  # they stand on top
 
 
+def test_apart_shows_each_run_where_it_started(draw):
+    rows = [*made.runs("pre"), *made.runs("post", words="stalled"), *made.runs("pre", 0.1),
+            *made.runs("post, SGD 0.1", optimizer="sgd")]  # fmt: skip
+    starts = [
+        *made.probes("pre", skip_gain=1.0, similarity=0.8),
+        *made.probes("post", steps=(0, 1), skip_gain=1e-8, similarity=0.9),
+        *made.probes("post, SGD 0.1", skip_gain=1e-8),
+    ]
+    (axes,) = draw(paper_figures.draw_apart, {"runs": rows, "probes": starts}).axes
+    found = {
+        (float(line.get_xdata()[0]), float(line.get_ydata()[0])): to_rgba(
+            line.get_markerfacecolor()
+        )
+        for line in axes.lines
+    }
+    colour = {word: to_rgba(paper_figures.COLOURS[word]) for word in ("trained", "stalled")}
+    assert found == {
+        (row["skip_gain"], row["similarity"]): colour["trained" if i < 3 else "stalled"]
+        for i, row in enumerate(row for row in starts[:9] if row["step"] == 0)
+    }
+    assert [text.get_text() for text in axes.texts] == ["pre", "post"]
+    assert paper_figures.draw_apart({"runs": rows[:0], "probes": starts}) is None
+
+
 def test_depth_draws_both_placements_over_depth(draw, tables):
     canvas = draw(paper_figures.draw_depth, tables)
     for axes in canvas.axes:
@@ -485,11 +509,6 @@ def test_figures_of_the_starts_alone_are_drawn(tables, tmp_path):
 
 # ------------------------------------------------------------------------- the committed paper
 
-committed = pytest.mark.skipif(
-    not ((PAPER / "main.tex").exists() and (DATA / "claims.csv").exists()),
-    reason="paper/main.tex and paper/data/claims.csv are not committed yet",
-)
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
@@ -503,7 +522,6 @@ def log_of(pdf: Path) -> str:
     return "".join(line if len(line) == 79 else f"{line}\n" for line in lines)
 
 
-@committed
 @latexmk
 def test_committed_paper_has_no_reference_that_leads_nowhere(built):
     assert "undefined" not in log_of(built)
@@ -511,7 +529,6 @@ def test_committed_paper_has_no_reference_that_leads_nowhere(built):
     assert "??" not in words and "no data" not in words and "SMOKE" not in words
 
 
-@committed
 @latexmk
 def test_committed_paper_runs_into_no_margin(built):
     """5 points, two millimetres: a line that ends there is seen by nobody."""
@@ -519,7 +536,6 @@ def test_committed_paper_runs_into_no_margin(built):
     assert [width for width in widths if float(width) > 5] == []
 
 
-@committed
 @latexmk
 @pdffonts
 def test_committed_paper_has_no_type_3_fonts_and_carries_all_others(built):
@@ -529,7 +545,6 @@ def test_committed_paper_has_no_type_3_fonts_and_carries_all_others(built):
     assert {line.split()[-5] for line in lines} == {"yes"}  # embedded
 
 
-@committed
 def test_every_number_of_the_committed_paper_has_a_row_with_a_source():
     text = (PAPER / "main.tex").read_text(encoding="utf-8")
     known = {row["name"]: row for row in raw(DATA / "numbers.csv")}
@@ -538,7 +553,6 @@ def test_every_number_of_the_committed_paper_has_a_row_with_a_source():
     assert [name for name in asked if name not in known or not known[name]["source"]] == []
 
 
-@committed
 def test_committed_ledger_is_what_its_rules_make_of_the_committed_tables(tmp_path):
     for name in ("runs", "probes", "checks"):
         shutil.copy(DATA / f"{name}.csv", tmp_path)
