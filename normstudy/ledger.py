@@ -524,9 +524,12 @@ def m1(case: Case) -> Ruling:
             f"tells {row['quantity']}", f"{row['at_start']:.2f}", row["at_start"], row["low"],
             row["high"], row["runs"], "leads.csv: step 0",
         )  # fmt: skip
+        for pair in row["areas"].split():
+            step, own = pair.split(":")
+            name = f"tells {row['quantity']} step {step}"
+            case.note(name, f"{float(own):.2f}", float(own), n=row["runs"], source="leads.csv")
         if row["leads_from"] is not None:
             case.tally(f"lead {row['quantity']}", row["lead"], "leads.csv", n=row["runs"])
-            case.tally(f"leads from {row['quantity']}", row["leads_from"], "leads.csv")
     leading = [row for row in table if row["leads_from"] is not None]
     told = "; ".join(
         f"{row['what']}: {row['at_start']:.2f} at step 0"
