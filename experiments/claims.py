@@ -345,8 +345,11 @@ def about(options: Options, command: str, seeds: int, before: Table) -> Table:
     """What the runs were made by and with: {what, value}. before: the same of the tables that are
     added to. Raises UserError where these are of another study."""
     identity = record.read_identity(options.out / record.CONFIG, KIND)
-    found = {"preset": options.preset, "command": command, "code": identity["code"]}
-    found["commit"] = identity["code"][:10]
+    each = options.out.glob(f"arms/*/*/{record.CONFIG}")
+    others = sorted({record.read_identity(path)["code"] for path in each} - {identity["code"]})
+    codes = [identity["code"], *others]  # runs may have been added by a later version
+    found = {"preset": options.preset, "command": command, "code": "; ".join(codes)}
+    found["commit"] = "; ".join(code[:10] for code in codes)
     found |= {f"version of {name}": own for name, own in identity["versions"].items()}
     made_by = set(found) - {"preset"}
     for section in identity["config"].values():
@@ -356,7 +359,7 @@ def about(options: Options, command: str, seeds: int, before: Table) -> Table:
     for row in before:
         name, old = row["what"], row["value"] or ""
         if name in made_by:  # all of them, each once
-            told[name] = "; ".join(dict.fromkeys([*old.split("; "), told[name]]))
+            told[name] = "; ".join(dict.fromkeys([*old.split("; "), *told[name].split("; ")]))
         elif old != told.get(name, old):
             raise UserError(
                 f"{options.tables} is of another study: {name} {old} there, {told[name]} here; "

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import itertools
+import json
 import math
 import re
 import shutil
@@ -496,6 +497,18 @@ def test_command_leaves_the_tables_and_the_ledger(ran):
     assert about["preset"] == "smoke" and about["width"] == "8" and about["seeds"] == "1"
     assert about["command"].startswith("python experiments/claims.py")
     assert {"code", "version of jax", "steps"} <= about.keys()
+
+
+def test_code_that_runs_were_added_by_is_told(ran, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(ran, out)
+    (path,) = out.glob("arms/*/*/config.json")
+    identity = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(identity | {"code": "abcdef0123456789"}), encoding="utf-8")
+    command(out)
+    about = {row["what"]: row["value"] for row in rows(out / evidence.FOLDER / "study.csv")}
+    assert about["code"].split("; ")[1] == "abcdef0123456789"
+    assert about["commit"].endswith("; abcdef0123")
 
 
 def test_scalars_ask_for_names_that_real_logs_have(ran):
