@@ -26,6 +26,7 @@ PACKAGES = "latexmk texlive-latex-recommended texlive-fonts-recommended"  # Debi
 TABLES = ("runs", "probes", "layers", "curves", "checks", "study", "claims", "numbers", "leads")
 USES = re.compile(r"\\(val|ci|verdict|measured|study)\{([^{}#]+)\}")
 FIGURE = re.compile(r"\\includegraphics(?:\[[^\]]*\])?\{figures/([^{}#]+)\}")
+POWER = re.compile(r"(\d)e([+-]\d+)\b")
 SMOKE = "smoke"  # the preset whose numbers mean nothing
 HEAD = r"""% written by `normstudy paper` from the tables; not to be edited
 \makeatletter
@@ -89,6 +90,12 @@ def escape(text: Any) -> str:
     return "".join(SPECIAL.get(sign, sign) for sign in str(text))
 
 
+def number(text: str) -> str:
+    """The text of a number as LaTeX prints it: 1.2e-09 as 1.2 times a power of ten."""
+    power = lambda found: rf"{found[1]}\ensuremath{{\times10^{{{int(found[2])}}}}}"
+    return POWER.sub(power, escape(text))
+
+
 def _read(data: Path, name: str, draft: bool) -> Table:
     if draft and not (data / f"{name}.csv").exists():
         return []
@@ -98,11 +105,11 @@ def _read(data: Path, name: str, draft: bool) -> Table:
 def _values(tables: dict[str, Table]) -> Iterator[tuple[str, str, str]]:
     """(kind, name, LaTeX) of everything that the text may ask for."""
     for row in tables["numbers"]:
-        text = escape(row["text"])
+        text = number(row["text"])
         yield "val", row["name"], text
         low, high = row["low"], row["high"]
         known = isinstance(low, int | float) and not math.isnan(low)
-        yield "ci", row["name"], f"{text} [{low:.2g}, {high:.2g}]" if known else text
+        yield "ci", row["name"], text + number(f" [{low:.2g}, {high:.2g}]" if known else "")
     for row in tables["claims"]:
         yield "verdict", row["claim"], escape(row["verdict"])
         yield "measured", row["claim"], escape(row["measured"])

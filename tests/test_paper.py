@@ -140,7 +140,7 @@ def test_number_is_printed_as_its_row_has_it(data, tmp_path, copied):
     unlike = {
         row["name"]: (row["text"], known["val", row["name"]])
         for row in rows
-        if known["val", row["name"]] != paper.escape(row["text"])
+        if known["val", row["name"]] != paper.number(row["text"])
     }
     assert not unlike
 
@@ -276,6 +276,15 @@ def test_sign_that_latex_reads_otherwise_is_escaped(sign):
     # nothing of it is read as a sign: what is left are commands, escaped signs and empty groups
     bare = re.sub(r"\\[a-z]+\{\}|\\[{}_%&#$]", "", found)
     assert bare == "ab"
+
+
+@pytest.mark.parametrize(
+    "text, printed",
+    [("1.2e-09", r"1.2\ensuremath{\times10^{-9}}"), ("2e+05", r"2\ensuremath{\times10^{5}}"),
+     ("0.50", "0.50"), ("-0.00", "-0.00"), ("3 of 5", "3 of 5"), ("one 5e", "one 5e")],
+)  # fmt: skip
+def test_number_is_printed_with_its_power_of_ten(text, printed):
+    assert paper.number(text) == printed
 
 
 def test_words_and_numbers_are_not_escaped():
