@@ -524,6 +524,7 @@ def m1(case: Case) -> Ruling:
             f"tells {row['quantity']}", f"{row['at_start']:.2f}", row["at_start"], row["low"],
             row["high"], row["runs"], "leads.csv: step 0",
         )  # fmt: skip
+        case.tally(f"runs of {row['quantity']}", row["runs"], "leads.csv")
         for pair in row["areas"].split():
             step, own = pair.split(":")
             name = f"tells {row['quantity']} step {step}"

@@ -87,7 +87,8 @@ def build(folder: Path, data: Path, out: Path, draft: bool = False, pdf: bool = 
 
 def escape(text: Any) -> str:
     """Text as LaTeX prints it."""
-    return "".join(SPECIAL.get(sign, sign) for sign in str(text))
+    escaped = "".join(SPECIAL.get(sign, sign) for sign in str(text))
+    return escaped.replace("--", "-{}-")  # of an option: two signs, no dash
 
 
 def number(text: str) -> str:

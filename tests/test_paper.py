@@ -291,6 +291,7 @@ def test_words_and_numbers_are_not_escaped():
     plain = "n/a: 3 of 5 (95%), 1e-3 [0.1, 2.5]; DeepNet's 'x+y'".replace("%", "")
     assert paper.escape(plain) == plain
     assert paper.escape(0.25) == "0.25"
+    assert paper.escape("--preset x-y") == "-{}-preset x-y"
 
 
 @latexmk
