@@ -252,7 +252,7 @@ def draw_apart(tables: Tables) -> Canvas | None:
         )
         for (x, y), row in zip(points, own, strict=True):
             axes.plot(x, y, "o", ms=4.5, mfc=COLOURS[row["outcome"]], mec="black", mew=0.4)
-        x, y = np.exp(np.mean(np.log(points[:, 0]))), np.mean(points[:, 1])
+        x, y = float(np.exp(np.mean(np.log(points[:, 0])))), float(np.mean(points[:, 1]))
         if all(abs(math.log10(x / a)) > 1.2 or abs(y - b) > 0.07 for a, b in named):
             named.append((x, y))  # one name where several recipes lie together: the first's
             side = "right" if x > 1e-3 else "left"
