@@ -551,7 +551,7 @@ def m1(case: Case) -> Ruling:
 
 def pooled(runs: Table) -> Table:
     """The runs of M1: at 1e-3 by Adam without warmup, whole ones."""
-    longest = max((row["steps"] for row in runs if row["recipe"] == "pre"), default=0)
+    longest = max((row["steps"] for row in runs if row["recipe"] in RECIPES), default=0)
     return [
         row
         for row in runs
