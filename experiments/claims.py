@@ -1,8 +1,7 @@
 """Is each claim on why a 48-layer model dies after a pre- to post-norm refactor true? The ledger.
 
 Claims C1 to C16, and M1: which quantity leads the collapse. What they need is run here, resumably;
-the verdicts are computed from the logs by the rules of normstudy/ledger.py, which were written
-before the runs.
+the verdicts are computed from the logs by the rules of normstudy/ledger.py.
 
 Command   python experiments/claims.py --preset cpu --seeds 5
           ... --shard 2/4 --out runs/claims2      a part of it on another machine; put the folders

@@ -1,4 +1,4 @@
-"""Tables of evidence -> a verdict on every claim, by rules written before the runs. No jax here.
+"""Tables of evidence -> a verdict on every claim, by rules. No jax here.
 
 A verdict is one of SUPPORTED, `supported only if ...`, NOT and OPEN. Each rule is a function under
 the claim's name; what would count against a claim stands in its first lines. Numbers that a rule
