@@ -9,7 +9,7 @@ Command   python experiments/claims.py --preset cpu --seeds 5
           ... --parts grid,ablations              a part of the questions
           ... --seed 3 --seeds 2 --add --tables paper/data    two seeds more, to tables of others
 Time      on two CPU cores, a seed: 30 minutes without `long` (minutes_of_steps in summary.json, of
-          one core), 20 more with it; what is finished is skipped
+          one core), 16 more with it; what is finished is skipped
 Expect    paper/data/*.csv (--tables): runs, probes and layers from the logs, checks, and from these
           claims.csv, a verdict a row, and numbers.csv, every number that the paper prints
 
