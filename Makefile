@@ -55,11 +55,11 @@ figures: install
 paper: install
 	$(BIN)/normstudy paper $(ARGS)
 
-# 14 minutes on two cores, two tests at a time: not part of .ci/run. In an environment of
-# its own: where libtpu is, every process looks for a TPU first
+# 13 minutes on two cores, one test at a time, for the tests start processes of their own; not part of
+# .ci/run. In an environment of its own: where libtpu is, every process looks for a TPU first
 fault:
 	$(MAKE) install VENV=.venv-fault EXTRAS=test,aot
-	.venv-fault/bin/python -m pytest -n 2 --dist loadgroup -m fault $(ARGS)
+	.venv-fault/bin/python -m pytest -m fault $(ARGS)
 
 # public bug reports made small, each diagnosed with trials: one at a time, for they have a time budget
 cases: install

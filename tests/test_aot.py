@@ -17,8 +17,6 @@ from normstudy import aot, collectives, config, mesh, programs, topologies
 from normstudy.collectives import Collective
 from normstudy.errors import OutOfMemory, UserError, Wasteful
 
-pytestmark = pytest.mark.xdist_group("aot")  # make fault: what is compiled is shared
-
 SMALL = {
     "layers": 4, "width": 128, "heads": 2, "ff": 128, "context": 32, "batch": 32,
     "probe_batch": 16, "vectors": 2, "dtype": "bfloat16",

@@ -14,7 +14,7 @@ from pathlib import Path
 from pod import free_port
 
 HERE = Path(__file__).parent
-LIMIT = 400.0  # seconds for one process, which takes 17 of a core to start and compile
+LIMIT = 400.0  # seconds for one process, most of which is room for slow machines
 HEARTBEAT = 10  # seconds
 
 SHAPE = {"layers": 4, "width": 32, "heads": 4, "ff": 64, "context": 64, "batch": 8}
