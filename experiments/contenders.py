@@ -186,7 +186,7 @@ def _ours(run: config.Run, probing: bool, together: bool = False) -> Contender:
         jax.block_until_ready((state, metrics, found))
 
     def facts() -> dict[str, Any]:
-        ran = [(program, (state, *args))]
+        ran: list[Any] = [(program, (state, *args))]
         if probing:
             ran.append((compiled.measure, (state.model, *probe_args)))
             ran.append((compiled.effect, (state.model, state.model, args[0])))

@@ -139,7 +139,7 @@ def chosen_arms(study: Study, base: config.Run, arms: Mapping[str, Callable]) ->
         )
         if without == given:
             raise UserError(
-                f"--{name} would do nothing: it is what the chosen arms set "
+                f"--{name.replace('_', '-')} would do nothing: it is what the chosen arms set "
                 f"({', '.join(str(v) for v in dict.fromkeys(given))}); choose arms by --arms"
             )
     return chosen

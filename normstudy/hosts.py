@@ -47,6 +47,11 @@ def join(cfg: config.Launch) -> None:
             raise UserError(f"--process-id must lie in 0..{number - 1}, not {index}")
         given = {"coordinator_address": told["coordinator"], "num_processes": number}
         given["process_id"] = index
+    settings: Any = jax.config  # its type leaves some out
+    if settings.jax_hlo_source_file_canonicalization_regex is None:
+        # all must compile the same program, and the folder of its source is a part of it: on CPUs,
+        # processes with the code or jax in other folders wait for each other for ever (jax 0.12.1)
+        settings.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     try:
         jax.distributed.initialize(
             **given,

@@ -6,24 +6,19 @@ The n-th time that it runs in FOLDER it exits with the n-th CODE; each process w
 all processes of 1 + its number to FOLDER/NUMBER.TIMES.
 """
 
-import os
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from normstudy import config, hosts
+
 
 def main(folder: Path, codes: list[int]) -> int:
-    number = int(os.environ["NORMSTUDY_PROCESS_ID"])
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        os.environ["NORMSTUDY_COORDINATOR"],
-        int(os.environ["NORMSTUDY_NUM_PROCESSES"]),
-        number,
-        initialization_timeout=60,
-    )
+    hosts.join(config.Launch(join_timeout=60))
+    number = jax.process_index()
     times = len(list(folder.glob(f"{number}.*")))
     mesh = jax.make_mesh((jax.device_count(),), ("all",), (jax.sharding.AxisType.Auto,))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))

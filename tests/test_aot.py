@@ -80,7 +80,7 @@ both = [
 said = {}
 for family in topologies.FAMILIES:
     slice = topologies.slice_of(next(iter(topologies.names(family))))
-    one = jax.sharding.SingleDeviceSharding(aot.devices_of(slice)[0])
+    one = mesh.replicated(mesh.make(config.Mesh(), 1, 1, aot.devices_of(slice)[:1]))
     large = jax.ShapeDtypeStruct((2**20, 2**18), jnp.float32, sharding=one)
     try:
         jax.jit(lambda x: x + 1).lower(large).compile()

@@ -84,6 +84,8 @@ def test_option_that_every_chosen_arm_overrules_is_refused(command, reproduce):
     assert_one_message(found, "--placement would do nothing", "--arms")
     found = command(reproduce.main, *SMOKE, "--warmup", 3, "--arms", "pre,post")
     assert_one_message(found, "--warmup would do nothing")
+    found = command(reproduce.main, *SMOKE, "--depth-scaled", "--arms", "post+1/sqrt(2L)")
+    assert_one_message(found, "--depth-scaled would do nothing")
 
 
 def test_unknown_command_lists_the_commands(command):
