@@ -11,18 +11,23 @@ large float32 product on the same devices. A step that reached it would do nothi
 
 Command   make bench ARGS="--json experiments/results/bench.json --figure bench.png"
           make bench ARGS="--sections step --rounds 25 --compiled"
-Time      6 minutes on two CPU cores; --compiled: two to five more
+Time      6 minutes on two CPU cores; --compiled: two to five more; section reproduce, which runs
+          make reproduce six times: 20 more
 Expect    a table, and as --json, --csv, --figure say. A plain step at most 0.6 of torch's and
           transformers' (pip install -e '.[bench]'), at 30% of the matmul's rate or more; 1000
           layers compiled in the time of 48; the Jacobian norms of all layers, 8 vectors, at most 12
-          plain steps; probing adds at most 10% to the time of make reproduce
+          plain steps; probing adds at most 10% to the time of make reproduce (section reproduce)
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -58,7 +63,7 @@ from normstudy import (
 from normstudy.errors import UserError, choose
 from normstudy.progress import say
 
-SECTIONS = ("step", "depth", "probes")
+SECTIONS = ("step", "depth", "probes", "reproduce")
 COMPILED = "torch compiled"
 PEERS = {"torch eager": ("torch", "transformers"), COMPILED: ("torch", "transformers")}
 PAUSE = 0.05  # seconds before a call: threads of the one before it have gone to sleep
@@ -67,7 +72,7 @@ MIB, GIGA = 2**20, 1e9
 
 VECTORS = 8  # of the Jacobian norms that are timed
 ROWS = 32  # of the full Jacobian that are really made; its cost is theirs times rows / ROWS
-ARMS, SHAPES = 10, 3  # of make reproduce: arms, and programs that they share
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Options:
     rounds: int = 15  # one call of each contender in each
     compiled: bool = False  # torch.compile as well: minutes for its first step
     depths: tuple[int, ...] = (12, 48, 192, 1000)  # of section depth, beside the layers above
-    sections: str = "step,depth,probes"  # any of these, with commas between them
+    sections: str = "step,depth,probes"  # any of these and reproduce, with commas between them
     json: Path | None = None
     csv: Path | None = None
     figure: Path | None = None  # .png, .pdf or .svg, of sections step and depth
@@ -128,6 +133,8 @@ def main(argv: Sequence[str]) -> None:
         rows += depth_rows(compiles, options.layers)
     if "probes" in options.chosen:
         rows += [*jacobians(run, options.rounds), *cadence(options.rounds)]
+    if "reproduce" in options.chosen:
+        rows += reproduction(min(SLOW_ROUNDS, options.rounds))
     print(tables.text(rows))
     for note in steps.left_out if steps else []:
         print(f"left out: {note}")
@@ -359,7 +366,7 @@ def stopwatch(call: Callable[[], Any]) -> Callable[[], float]:
 
 
 def cadence(rounds: int) -> list[dict[str, Any]]:
-    """What probing adds to the training of make reproduce, from the parts that it is made of."""
+    """A probe of make reproduce beside its step, and what both take to compile."""
     run = config.PRESETS["cpu"]
     compiled, devices = programs.of(run)
     feed, lr = data.feed(run), jnp.float32(contenders.LR)
@@ -391,20 +398,66 @@ def cadence(rounds: int) -> list[dict[str, Any]]:
             seconds[name].append(found.trace + found.compile)
     compiles = {name: statistics.median(own) for name, own in seconds.items()}
     taken = interleaved({"step": stopwatch(step), "probe": stopwatch(probe)}, rounds)
-    typical, each = np.median(taken["step"]), paired(taken["probe"], taken["step"])
+    each = paired(taken["probe"], taken["step"])
     probed = len(train.probe_steps(run.steps, run.probe.probe_every))
-    added = ARMS * probed * each * typical + SHAPES * (compiles["measure"] + compiles["effect"])
-    without = ARMS * run.steps * typical + SHAPES * compiles["step"]
     return [
         row("tracing and compiling a step of make reproduce", compiles["step"], "seconds"),
         row("tracing and compiling its probe", compiles["measure"] + compiles["effect"], "seconds"),
         row(f"a probe in make reproduce ({probed} in {run.steps} steps)", each,
             "plain steps (width 32)"),
-        row("what probing adds to the training of make reproduce, programs in the cache",
+        row("what probing adds to the steps of make reproduce, once its programs are compiled",
             100 * probed * each / run.steps, "per cent"),
-        row("what probing adds to the training of make reproduce, nothing in the cache",
-            100 * added / without, "per cent"),
     ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- reproduce
+
+
+def reproduction(rounds: int, preset: str = "cpu") -> list[dict[str, Any]]:
+    """What probing adds to the wall time of make reproduce: the whole of it, in processes of its
+    own, with probes and without, in turns; each finds no compiled program. Drawing is timed once.
+    """
+    reproduce = [str(HERE / "reproduce.py"), "--preset", preset, "--no-draw"]
+    taken: dict[str, list[float]] = {"probing": [], "plain": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        for i in range(rounds):
+            for name in sorted(taken, reverse=i % 2 == 1):  # each is first by turns
+                folder = Path(scratch) / f"{name}_{i}"
+                without = [] if name == "probing" else ["--probe-every", "0"]
+                command = [*reproduce, "--out", str(folder / "out"), *without]
+                taken[name].append(_seconds(command, folder))
+                say(f"reproducing, {name}: {taken[name][-1]:.0f} s, round {i + 1} of {rounds}")
+        folder = Path(scratch) / "probing_0"
+        draw = "from normstudy.cli import main; main()"
+        drawing = _seconds(["-c", draw, "figures", str(folder / "out")], folder)
+    probing, plain = (np.array(own) for own in taken.values())
+    added = 100 * (probing - plain) / (plain + drawing)
+    return [
+        row("rounds of make reproduce, in turns", rounds, "rounds"),
+        row("make reproduce without probes and pictures", np.median(plain), "seconds"),
+        row("its pictures, with those of probes", drawing, "seconds"),
+        row("what probing adds to make reproduce, least of the rounds", added.min(), "per cent"),
+        row("what probing adds to make reproduce", np.median(added), "per cent"),
+        row("what probing adds to make reproduce, most of the rounds", added.max(), "per cent"),
+    ]
+
+
+def _seconds(arguments: list[str], cache: Path) -> float:
+    """Wall time of a Python process with its own cache of programs. Raises Failed with its last
+    words when it fails."""
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    begin = time.perf_counter()
+    ran = subprocess.run(
+        [sys.executable, *arguments], env=kept | {"XDG_CACHE_HOME": str(cache)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    if ran.returncode:
+        words = (ran.stderr.strip() or "nothing").splitlines()[-1]
+        raise contenders.Failed(
+            f"{' '.join(arguments)} ended with exit code {ran.returncode}: it said {words}"
+        )
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------ output

@@ -251,6 +251,34 @@ def test_bad_option_is_refused_before_anything_is_measured(given, message, monke
     assert error.value.exit_code == 2
 
 
+def test_cost_of_probing_is_the_difference_within_a_round_over_all_that_is_not_probing(monkeypatch):
+    answers = {"plain": iter([100.0, 200.0, 100.0]), "probing": iter([112.0, 220.0, 111.0])}
+    order = []
+
+    def seconds(arguments, cache):
+        if "figures" in arguments:
+            return 20.0
+        order.append("plain" if "--probe-every" in arguments else "probing")
+        assert order[-1] in cache.name and not cache.exists()  # nothing is compiled there
+        return next(answers[order[-1]])
+
+    monkeypatch.setattr(benchmark, "_seconds", seconds)
+    rows = {row["what"]: row["value"] for row in benchmark.reproduction(3)}
+    least, median, most = (rows[f"what probing adds to make reproduce{which}"] for which in (
+        ", least of the rounds", "", ", most of the rounds"
+    ))  # fmt: skip
+    np.testing.assert_allclose([least, median, most], [100 * 20 / 220, 100 * 11 / 120, 10])
+    assert order == ["plain", "probing", "probing", "plain", "plain", "probing"]
+
+
+def test_program_that_fails_beside_the_benchmark_says_why(tmp_path):
+    with pytest.raises(
+        contenders.Failed, match="ended with exit code 2: it said error: layers must be"
+    ) as error:
+        benchmark._seconds([str(tiny.ROOT / "experiments/reproduce.py"), "--layers", "0"], tmp_path)
+    assert error.value.exit_code == 1
+
+
 @pytest.mark.parametrize("name", ["benchmark", "thousand_layers"])
 def test_card_says_command_time_and_expectation(name):
     card = tiny.experiment(name).__doc__
